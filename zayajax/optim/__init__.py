@@ -1,0 +1,3 @@
+from zayajax.optim.build import apply, build
+
+__all__ = ["apply", "build"]

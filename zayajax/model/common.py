@@ -1,0 +1,101 @@
+"""What all parts of the model share: parameters, norms, and what packing makes visible.
+
+Shape letters: B batch, S sequence, D embed, C any channels, Z = head_dim's rotated pairs.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from zayajax.config import ModelConfig
+from zayajax.exchange import shift
+
+einsum32 = partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+
+class Balance(nnx.Variable):
+    """The balance bias of a router: moved by the counts of tokens, never by a gradient."""
+
+
+def weight(key, shape, axes, fan_in: float) -> nnx.Param:
+    """A matrix with normal entries of variance 1 / fan_in."""
+    return nnx.Param(jax.random.normal(key, shape) * fan_in**-0.5, axes=axes)
+
+
+def vector(shape, value: float = 0.0, keep: bool = True) -> nnx.Param:
+    """Whole on every device. `keep`: stays float32 in use (norms, scales, biases of the router)."""
+    shape = shape if isinstance(shape, tuple) else (shape,)
+    return nnx.Param(jnp.full(shape, value, jnp.float32), axes=(None,) * len(shape), keep=keep)
+
+
+def rms_norm(x, scale_C, eps: float, dtype):
+    """x / sqrt(mean(x^2) + eps) * scale, in float32; the result in `dtype`."""
+    x = x.astype(jnp.float32)
+    y = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    return (y * scale_C).astype(dtype)
+
+
+class ResidualScale(nnx.Module):
+    """(new + bias) * scale + (residual + bias) * scale, in float32."""
+
+    def __init__(self, cfg: ModelConfig):
+        D = cfg.hidden
+        self.new_scale, self.new_bias = vector(D, 1.0), vector(D)
+        self.residual_scale, self.residual_bias = vector(D, 1.0), vector(D)
+
+    def __call__(self, new_BSD, residual_BSD):
+        new_BSD = (new_BSD.astype(jnp.float32) + self.new_bias[...]) * self.new_scale[...]
+        residual_BSD = (residual_BSD + self.residual_bias[...]) * self.residual_scale[...]
+        return new_BSD + residual_BSD
+
+
+class Packing:
+    """Which tokens belong together, worked out once for all layers.
+
+    `segments_BS` numbers the documents of a row, 0 is padding; `positions_BS` restart at each. By
+    default a row is one document, and positions count from its start.
+    """
+
+    def __init__(self, cfg: ModelConfig, segments_BS, positions_BS):
+        if positions_BS is None:
+            positions_BS = count_positions(segments_BS)
+        self.segments_BS, self.positions_BS = segments_BS, positions_BS
+        self.real_BS = segments_BS > 0
+        reach = max(cfg.cca_time0, cfg.cca_time1, 2)
+        self.same = [segments_BS == shift(segments_BS, n) for n in range(reach)]
+        self.rotations = _rotations(cfg, positions_BS)
+
+    def back(self, x_BSC, n: int, before=0):
+        """x of the token n places earlier; `before` where that is not in the same document."""
+        if n == 0:
+            return x_BSC
+        same = self.same[n].reshape(self.same[n].shape + (1,) * (x_BSC.ndim - 2))
+        return jnp.where(same, shift(x_BSC, n), before)
+
+
+def count_positions(segments_BS):
+    """Each token's distance from the start of its document, int32."""
+    index_S = jnp.arange(segments_BS.shape[1], dtype=jnp.int32)
+    starts_BS = segments_BS != shift(segments_BS, 1)
+    start_BS = jax.lax.cummax(jnp.where(starts_BS, index_S, 0), axis=1)
+    return index_S - start_BS
+
+
+def _rotations(cfg: ModelConfig, positions_BS):
+    """(cos, sin) `[kinds, B, S, Z]` of the rotary angles: full layers, then sliding ones if any."""
+    R = cfg.rope_channels
+    thetas = (cfg.rope_theta, cfg.rope_theta_sliding)[: 2 if cfg.sliding_layers else 1]
+    power_Z = jnp.arange(0, R, 2, dtype=jnp.float32) / max(R, 1)
+    frequency = jnp.stack([jnp.float32(theta) ** -power_Z for theta in thetas])
+    angle = positions_BS.astype(jnp.float32)[None, :, :, None] * frequency[:, None, None]
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x_BSHK, cos_BSZ, sin_BSZ):
+    """Rotary embedding: pair i is channels (i, i + Z); channels past 2Z pass."""
+    Z = cos_BSZ.shape[-1]
+    a, b, rest = x_BSHK[..., :Z], x_BSHK[..., Z : 2 * Z], x_BSHK[..., 2 * Z :]
+    cos, sin = cos_BSZ[:, :, None], sin_BSZ[:, :, None]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)

@@ -1,0 +1,30 @@
+"""What a run is at one step: all of it is in every checkpoint."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from zayajax.config import Config
+from zayajax.mesh import by_path, map_params
+from zayajax.model.zaya import Decoder
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    step: jax.Array  # updates made so far; the next batch starts at row step * batch
+    params: Decoder  # master weights and balance biases
+    opt_state: optax.OptState  # moments, those of the balance biases too
+
+
+def init_state(key, config: Config, tx: optax.GradientTransformation) -> TrainState:
+    """The state of step 0, a pure function of the key and the config."""
+    dtype = config.train.param_dtype
+
+    def store(v):
+        return v if v.get_metadata().get("keep") else v.replace(v[...].astype(dtype))
+
+    params = map_params(store, Decoder(config.model, key))
+    return TrainState(jnp.zeros((), jnp.int32), params, tx.init(by_path(params)))

@@ -1,0 +1,159 @@
+"""The training step, written for one device: each of its collectives is in this source.
+
+`build` makes it one `jax.shard_map` under one `jax.jit`; without a mesh, only the latter.
+
+Shape letters: B sequences of this device, S sequence, L layers, C router classes, V vocabulary.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from zayajax import optim
+from zayajax.config import Config
+from zayajax.mesh import (
+    LAYOUTS,
+    LOCAL,
+    Layout,
+    gather,
+    global_norm,
+    layer_gather,
+    places,
+    scatter,
+    stored_specs,
+    total,
+)
+from zayajax.model import head
+from zayajax.model.zaya import Decoder
+from zayajax.optim import balance
+from zayajax.training.state import TrainState, init_state
+
+
+class Program(NamedTuple):
+    """The compiled functions of a run on one mesh, and where their arguments live."""
+
+    init: Callable  # key -> state
+    train_step: Callable  # (state, batch) -> (state, metrics); the state is donated
+    eval_step: Callable  # (params, batch) -> {"loss", "weight", "counts_LC"}, sums
+    next_logits: Callable  # (params, tokens_BS, segments_BS, index_B) -> [B, V] float32
+    state: TrainState  # abstract, with shardings: what a checkpoint is restored against
+    batch_sharding: NamedSharding | None
+
+
+class Setting(NamedTuple):
+    """What the step depends on beside its arguments."""
+
+    config: Config
+    layout: Layout
+    where: Decoder  # the `mesh.Place` of each parameter
+    tx: optax.GradientTransformation
+
+
+def usable(params: Decoder, at: Setting):
+    """The weights as the model uses them, and what fetches a layer's inside the loop."""
+    train = at.config.train
+    model = gather(params, at.where, at.layout, train.compute_dtype)
+    if at.config.mesh.zero == 1:
+        return model, lambda block: block
+    where = at.where.layers
+    return model, layer_gather(where, at.layout, train.compute_dtype, train.reduce_dtype)
+
+
+def loss_sums(model: Decoder, fetch, batch, at: Setting):
+    """The weighted SUM of losses over the tokens at hand, and all sums that metrics need."""
+    x_BSD, routing = model.hidden(
+        batch["tokens"],
+        batch["segments"],
+        batch["positions"],
+        layout=at.layout,
+        remat=at.config.train.remat,
+        fetch=fetch,
+    )
+    x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
+    targets_T, weights_T = batch["targets"].reshape(-1), batch["weights"].reshape(-1)
+    loss = head.nll_sum(x_TD, *model.head_weights(), targets_T, weights_T)
+    return loss, {"loss": loss, "weight": weights_T.sum(), "counts_LC": routing.counts_LC}
+
+
+def train_step(state: TrainState, batch, *, at: Setting):
+    cfg, A = at.config, at.config.train.micro_batches
+    model, fetch = usable(state.params, at)
+
+    def micro_step(grads, micro_batch):
+        loss = partial(loss_sums, fetch=fetch, batch=micro_batch, at=at)
+        new, sums = jax.grad(loss, has_aux=True)(model)
+        return jax.tree.map(jnp.add, grads, new), sums
+
+    zeros = jax.tree.map(partial(jnp.zeros_like, dtype=jnp.float32), model)
+    micro_batches = jax.tree.map(lambda x: x.reshape(A, -1, x.shape[-1]), batch)
+    grads, sums = jax.lax.scan(micro_step, zeros, micro_batches)
+
+    with jax.named_scope("metrics"):
+        sums = total(jax.tree.map(lambda x: x.sum(0), sums), at.layout.tokens)
+    weight = jnp.where(sums["weight"] > 0, sums["weight"], 1)
+    grads = scatter(grads, at.where, at.layout, cfg.train.reduce_dtype)
+    grads = jax.tree.map(lambda g: g / weight, grads)
+    norm = global_norm(grads, at.where)
+    grads = jax.tree.map(lambda g: g * jnp.minimum(1, cfg.optim.clip / norm), grads)
+    bias = grads.layers.router.balance_bias
+    excess = balance.excess(sums["counts_LC"], cfg.optim.balance_skip)
+    grads.layers.router.balance_bias = bias.replace(excess)
+
+    params, opt_state = optim.apply(at.tx, grads, state.opt_state, state.params)
+    metrics = sums | {"loss": sums["loss"] / weight, "grad_norm": norm}
+    return TrainState(state.step + 1, params, opt_state), metrics
+
+
+def eval_step(params: Decoder, batch, *, at: Setting):
+    model, fetch = usable(params, at)
+    _, sums = loss_sums(model, fetch, batch, at)
+    with jax.named_scope("metrics"):
+        return total(sums, at.layout.tokens)
+
+
+def next_logits(params: Decoder, tokens_BS, segments_BS, index_B, *, at: Setting):
+    """Logits after token `index_B` of each row, `[B, V]`, float32."""
+    model, fetch = usable(params, at)
+    x_BSD, _ = model.hidden(tokens_BS, segments_BS, layout=at.layout, fetch=fetch)
+    x_B1D = jnp.take_along_axis(x_BSD, index_B[:, None, None], axis=1)
+    return head.logits(x_B1D, *model.head_weights())[:, 0]
+
+
+def build(config: Config, mesh: Mesh | None = None) -> Program:
+    """Everything a run calls, for this mesh. No other function of the run calls `jax.jit`."""
+    tx = optim.build(config.optim)
+    init = partial(init_state, config=config, tx=tx)
+    abstract = jax.eval_shape(init, jax.random.key(0))
+    layout = LOCAL if mesh is None else LAYOUTS[config.mesh.layout]
+    at = Setting(config, layout, places(abstract.params, mesh, layout, config.mesh.zero), tx)
+    step, evaluate, logits = (partial(f, at=at) for f in (train_step, eval_step, next_logits))
+    if mesh is None:
+        step = jax.jit(step, donate_argnums=0)
+        return Program(jax.jit(init), step, jax.jit(evaluate), jax.jit(logits), abstract, None)
+
+    specs = stored_specs(abstract, mesh)
+    rows, by_row, whole = P(layout.batch, layout.sequence), P(layout.batch), P()
+    state_at = jax.tree.map(partial(NamedSharding, mesh), specs)
+
+    def on_mesh(fn, in_specs, out_specs, **options):
+        at = partial(jax.tree.map, partial(NamedSharding, mesh))
+        mapped = jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+        return jax.jit(mapped, in_shardings=at(in_specs), out_shardings=at(out_specs), **options)
+
+    state = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, state_at
+    )
+    return Program(
+        # The only program that XLA partitions: each device draws its own shards.
+        init=jax.jit(init, out_shardings=state_at),
+        train_step=on_mesh(step, (specs, rows), (specs, whole), donate_argnums=0),
+        eval_step=on_mesh(evaluate, (specs.params, rows), whole),
+        next_logits=on_mesh(logits, (specs.params, rows, rows, by_row), by_row),
+        state=state,
+        batch_sharding=NamedSharding(mesh, rows),
+    )

@@ -1,0 +1,263 @@
+"""transformers' ZAYA checkpoints in and out, in both of their layouts.
+
+The names are in `hf_names`, the config in `hf_config`, the files in `hf_files`; `check` says
+whether a checkpoint gives the numbers that it should.
+"""
+
+import dataclasses
+import fnmatch
+import json
+import shutil
+from collections import defaultdict
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from zayajax import hf_config, hf_files
+from zayajax.config import DTYPES, ModelConfig
+from zayajax.errors import UserError
+from zayajax.hf_check import Check, check
+from zayajax.hf_names import LAYOUTS, Tensor, sizes, tensors
+from zayajax.mesh import by_path, is_param, stored_specs
+from zayajax.model.zaya import Decoder
+
+__all__ = ["Check", "check", "config", "load", "save"]
+
+CHUNK = 2**28  # bytes of one parameter that are on the host at a time, if a layer is not more
+# What travels beside the weights.
+COMPANIONS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "chat_template*",
+    "*.jinja",
+    "generation_config.json",
+)
+
+
+def config(path) -> ModelConfig:
+    """The shape of the model in a checkpoint's folder; UserError where it is not understood."""
+    return hf_config.read(path).cfg
+
+
+def load(path, dtype="bfloat16", skip: str = "identity", mesh: Mesh | None = None) -> Decoder:
+    """A checkpoint's model, its arrays on the device or, with a `mesh`, as they are stored there.
+
+    Args:
+      path: a folder with `config.json` and safetensors, native or legacy.
+      dtype: of the matrices, "float32" or "bfloat16". What the model keeps in float32 (norms,
+        scales, the router) is float32 in any case.
+      skip: what a skipped token adds, "identity" or, as in transformers, "zero".
+      mesh: with axes node and gpu.
+
+    Peak of host memory: `CHUNK` bytes or one layer of the largest parameter, whichever is more,
+    and one tensor as it lies in the file; each process reads only what its devices hold.
+
+    UserError, before anything is loaded, if a tensor is missing, unknown or of another shape.
+    """
+    dtype = _dtype(dtype)
+    found = hf_config.read(path)
+    cfg = dataclasses.replace(found.cfg, skip=skip)
+    with hf_files.Weights(path) as weights:
+        plan = cover(weights, cfg, found.layout)
+        places = defaultdict(list)
+        for tensor in plan:
+            places[tensor.path].append(tensor)
+        model = jax.eval_shape(lambda: Decoder(cfg, jax.random.key(0)))
+        named = by_path(model)
+        specs = by_path(stored_specs(model, mesh)) if mesh else {}
+        leaves = []
+        for name, v in named.items():
+            keep = v.get_metadata().get("keep")
+            read = partial(_read, weights, places[name], sizes(cfg), dtype=np.float32)
+            if not keep:
+                read.keywords["dtype"] = dtype
+            sharding = NamedSharding(mesh, specs[name].get_value()) if mesh else None
+            leaves.append(v.replace(_fill(v.shape, read, sharding)))
+    return jax.tree.unflatten(jax.tree.structure(model, is_leaf=is_param), leaves)
+
+
+def save(
+    model: Decoder,
+    path,
+    layout: str = "native",
+    source=None,
+    dtype: str | None = None,
+    shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Writes `config.json` and the weights, tensor by tensor, for transformers to read.
+
+    Args:
+      path: a folder, made if need be, without weights in it.
+      layout: "native" (transformers itself) or "legacy" (ZAYA1-base and `*-legacy`).
+      source: the checkpoint that the model came from, or any folder with its tokenizer. Tokenizer,
+        chat template, generation config and the config keys that mean nothing here travel along.
+      dtype: "float32" or "bfloat16"; by default that of the model's matrices. Where the source's
+        matrices are in the same one, each tensor has the dtype that it has there, so that an
+        import and an export give the same bytes. Else balancing biases are float32: rounded, they
+        would route differently.
+      shard_bytes: largest size of a file.
+
+    Peak of host memory: one layer of the largest parameter, twice.
+    """
+    if layout not in LAYOUTS:
+        raise UserError(f"the layout must be one of {', '.join(LAYOUTS)}, and is {layout!r}")
+    path, cfg, leaves = Path(path), model.cfg, by_path(model)
+    if not all(v[...].is_fully_addressable for v in leaves.values()):
+        raise UserError("a model that is spread over several processes cannot be exported")
+    plan = tensors(cfg, layout)
+    of = _dtype(dtype or leaves["embed"][...].dtype)
+    source = Path(source) if source is not None else None
+    there = hf_config.read(source) if source and (source / "config.json").exists() else None
+    dtypes = _dtypes(source, there, of)
+    raw = hf_config.write(cfg, layout, of.name, there)
+
+    def dtype_of(t: Tensor) -> np.dtype:
+        default = np.dtype(np.float32) if t.path.endswith("balance_bias") else of
+        return dtypes.get((t.path, t.index[:1]), default)
+
+    places = {t.name: t for t in plan}
+    lengths, last = sizes(cfg), (None, None)
+
+    def read(name: str) -> np.ndarray:
+        # Of a layer's experts, each its own tensor in the legacy layout, one fetch is enough.
+        nonlocal last
+        t = places[name]
+        if last[0] != (key := (t.path, t.index[:1])):
+            x = leaves[t.path][...]
+            last = key, np.asarray(_layer(x, t.index[0]) if t.index else x)
+        x = last[1][t.index[1]] if len(t.index) > 1 else last[1]
+        return t.axes.give(x, lengths)
+
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if old := sorted(path.glob("*.safetensors*")):
+            raise UserError(f"{path}: already holds weights ({old[0].name}); give another folder")
+        new = (hf_files.New(t.name, t.shape, dtype_of(t)) for t in plan)
+        hf_files.write(path, new, read, shard_bytes)
+        _companions(source, path)
+        # Last: a folder without it is no checkpoint.
+        (path / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error})") from None
+
+
+def cover(weights: hf_files.Weights, cfg: ModelConfig, layout: str) -> list[Tensor]:
+    """The tensors of that model, all of which are in the files, and no others. Else UserError."""
+    plan = tensors(cfg, layout)
+    wanted = {t.name: t.shape for t in plan}
+    found = weights.info
+    missing = [name for name in wanted if name not in found]
+    unknown = [name for name in found if name not in wanted]
+    other = [
+        f"{name} (is {list(found[name].shape)}, must be {list(shape)})"
+        for name, shape in wanted.items()
+        if name in found and found[name].shape != shape
+    ]
+    kinds = {"missing": missing, "unknown": unknown, "of another shape": other}
+    faults = [f"{len(n)} {kind}: {_some(n)}" for kind, n in kinds.items() if n]
+    if faults:
+        raise UserError(
+            f"{weights.folder}: these tensors do not fit the config ({layout} layout), "
+            f"nothing was loaded: {'; '.join(faults)}"
+        )
+    return plan
+
+
+def _some(names: list[str], most: int = 4) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def _dtype(dtype) -> np.dtype:
+    name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
+    if name not in DTYPES:
+        raise UserError(f"the dtype must be one of {', '.join(DTYPES)}, and is {name!r}")
+    return np.dtype(jnp.dtype(name))
+
+
+def _read(weights, places: list[Tensor], lengths: dict, index: tuple[slice, ...], dtype):
+    """The part `index` of one of our parameters, in `dtype`, one tensor of the files at a time."""
+    out = np.empty([s.stop - s.start for s in index], dtype)
+    for t in places:
+        depth = len(t.index)
+        if not all(s.start <= i < s.stop for i, s in zip(t.index, index, strict=False)):
+            continue
+        cut = dict(zip(t.axes.here, index[depth:], strict=True))
+        alone = set(t.axes.alone)
+        whole = slice(None)
+        there = [cut.get(a[0], whole) if len(a) == 1 else whole for a in t.axes.there]
+        now = lengths | {a: s.stop - s.start for a, s in cut.items() if a in alone}
+        x = t.axes.bring(weights.read(t.name, there), now)
+        x = x[tuple(whole if a in alone else s for a, s in cut.items())]
+        out[tuple(i - s.start for i, s in zip(t.index, index, strict=False))] = x
+    return out
+
+
+def _fill(shape: tuple[int, ...], read, sharding):
+    """A device array, a few layers at a time where all of them together are large.
+
+    On the device there is one copy of it: each part is written into the donated array.
+    """
+    dtype = read.keywords["dtype"]
+    per_layer = int(np.prod(shape[1:], dtype=np.int64)) * dtype.itemsize if shape else 0
+    n = max(1, CHUNK // max(per_layer, 1))
+
+    def put(start, stop):
+        def part(index):
+            rest = [slice(*s.indices(d)[:2]) for s, d in zip(index[1:], shape[1:], strict=True)]
+            return read((slice(start, stop), *rest))
+
+        if sharding is None:
+            return jnp.asarray(part((slice(None),) * len(shape)))
+        return jax.make_array_from_callback((stop - start, *shape[1:]), sharding, part)
+
+    # Only layers are taken apart: a table of the vocabulary is one tensor in the file as well.
+    if n >= shape[0] or len(shape) < 3:
+        return put(0, shape[0])
+    out = jax.jit(partial(jnp.zeros, shape, dtype), out_shardings=sharding)()
+    write = jax.jit(_write_layers, donate_argnums=0, out_shardings=sharding)
+    for start in range(0, shape[0], n):
+        out = write(out, put(start, min(start + n, shape[0])), start)
+        # Else the host would read ahead of the device, and hold what it has read.
+        jax.block_until_ready(out)
+    return out
+
+
+def _write_layers(out, part, start):
+    return jax.lax.dynamic_update_slice_in_dim(out, part, start, axis=0)
+
+
+@jax.jit
+def _layer(x, i):
+    return jax.lax.dynamic_index_in_dim(x, i, axis=0, keepdims=False)
+
+
+def _dtypes(source: Path | None, there: hf_config.Read | None, of: np.dtype) -> dict:
+    """The dtype of each of the source's tensors, by parameter and layer, if its matrices are `of`."""
+    if there is None or not any((source / f).exists() for f in (hf_files.SINGLE, hf_files.INDEX)):
+        return {}
+    with hf_files.Weights(source) as weights:
+        plan = cover(weights, there.cfg, there.layout)
+        found = {(t.path, t.index[:1]): weights.info[t.name].dtype for t in plan}
+    return found if found["embed", ()] == of else {}
+
+
+def _companions(source: Path | None, path: Path):
+    if source is None:
+        return
+    if not source.is_dir():
+        raise UserError(f"{source}: is not a folder that a tokenizer could come from")
+    if source.resolve() == path.resolve():
+        return
+    for file in sorted(source.iterdir()):
+        if any(fnmatch.fnmatch(file.name, pattern) for pattern in COMPANIONS):
+            copy = shutil.copytree if file.is_dir() else shutil.copyfile
+            copy(file, path / file.name)

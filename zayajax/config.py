@@ -301,6 +301,11 @@ def build(tree: Mapping) -> Config:
     return Config(**{s: _section(s, cls, tree.get(s, {})) for s, cls in sections().items()})
 
 
+def model_config(values: Mapping) -> ModelConfig:
+    """A `ModelConfig` from plain values, as a checkpoint keeps them."""
+    return _section("model", ModelConfig, values)
+
+
 def to_tree(config: Config) -> dict:
     """Nested plain values, every default written out; `build` is its inverse."""
     return dataclasses.asdict(config)

@@ -1,14 +1,14 @@
 """transformers' ZAYA checkpoints in and out, in both of their layouts.
 
-The names are in `hf_names`, the config in `hf_config`, the files in `hf_files`; `check` says
-whether a checkpoint gives the numbers that it should.
+The names are in `hf_names`, the config in `hf_config`, the files in `hf_files`, the comparison with
+a reference in `hf_check`.
 """
 
 import dataclasses
 import fnmatch
 import json
 import shutil
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from zayajax import hf_config, hf_files
 from zayajax.config import DTYPES, ModelConfig
 from zayajax.errors import UserError
-from zayajax.hf_check import Check, check
+from zayajax.hf_check import Check, compare, read_reference
 from zayajax.hf_names import LAYOUTS, Tensor, sizes, tensors
 from zayajax.mesh import by_path, is_param, stored_specs
 from zayajax.model.zaya import Decoder
@@ -75,12 +75,10 @@ def load(path, dtype="bfloat16", skip: str = "identity", mesh: Mesh | None = Non
         specs = by_path(stored_specs(model, mesh)) if mesh else {}
         leaves = []
         for name, v in named.items():
-            keep = v.get_metadata().get("keep")
-            read = partial(_read, weights, places[name], sizes(cfg), dtype=np.float32)
-            if not keep:
-                read.keywords["dtype"] = dtype
+            kept = np.dtype(np.float32) if v.get_metadata().get("keep") else dtype
+            read = partial(_read, weights, places[name], sizes(cfg), kept)
             sharding = NamedSharding(mesh, specs[name].get_value()) if mesh else None
-            leaves.append(v.replace(_fill(v.shape, read, sharding)))
+            leaves.append(v.replace(_fill(v.shape, kept, read, sharding)))
     return jax.tree.unflatten(jax.tree.structure(model, is_leaf=is_param), leaves)
 
 
@@ -149,6 +147,29 @@ def save(
         raise UserError(f"{path}: cannot be written ({error})") from None
 
 
+def check(path, reference=None) -> Check:
+    """Looks at a checkpoint: exact cover of names, shapes, finite numbers.
+
+    With a `reference`, an `expected.npz` of what transformers computes, also at what the model
+    makes of it, in float32. UserError if the checkpoint or the reference cannot be read; numbers
+    that differ are in the result, whose `passed` is then false.
+    """
+    wanted = read_reference(reference) if reference is not None else None
+    found = hf_config.read(path)
+    with hf_files.Weights(path) as weights:
+        plan = cover(weights, found.cfg, found.layout)
+        bad = tuple(t.name for t in plan if not np.isfinite(weights.read(t.name)).all())
+        dtypes = Counter(info.dtype.name for info in weights.info.values())
+    return Check(
+        layout=found.layout,
+        tensors=len(plan),
+        parameters=sum(int(np.prod(t.shape, dtype=np.int64)) for t in plan),
+        dtypes=dict(dtypes),
+        not_finite=bad,
+        comparison=wanted and compare(load(path, "float32", skip="zero"), wanted),
+    )
+
+
 def cover(weights: hf_files.Weights, cfg: ModelConfig, layout: str) -> list[Tensor]:
     """The tensors of that model, all of which are in the files, and no others. Else UserError."""
     plan = tensors(cfg, layout)
@@ -183,7 +204,7 @@ def _dtype(dtype) -> np.dtype:
     return np.dtype(jnp.dtype(name))
 
 
-def _read(weights, places: list[Tensor], lengths: dict, index: tuple[slice, ...], dtype):
+def _read(weights, places: list[Tensor], lengths: dict, dtype, index: tuple[slice, ...]):
     """The part `index` of one of our parameters, in `dtype`, one tensor of the files at a time."""
     out = np.empty([s.stop - s.start for s in index], dtype)
     for t in places:
@@ -201,29 +222,29 @@ def _read(weights, places: list[Tensor], lengths: dict, index: tuple[slice, ...]
     return out
 
 
-def _fill(shape: tuple[int, ...], read, sharding):
-    """A device array, a few layers at a time where all of them together are large.
+def _fill(shape: tuple[int, ...], dtype: np.dtype, read, sharding):
+    """A device array; if it is large, a few layers (or rows of the vocabulary) at a time.
 
     On the device there is one copy of it: each part is written into the donated array.
     """
-    dtype = read.keywords["dtype"]
-    per_layer = int(np.prod(shape[1:], dtype=np.int64)) * dtype.itemsize if shape else 0
-    n = max(1, CHUNK // max(per_layer, 1))
+    row = int(np.prod(shape[1:], dtype=np.int64)) * dtype.itemsize
+    n = max(1, CHUNK // max(row, 1))
 
     def put(start, stop):
-        def part(index):
-            rest = [slice(*s.indices(d)[:2]) for s, d in zip(index[1:], shape[1:], strict=True)]
-            return read((slice(start, stop), *rest))
+        part = (stop - start, *shape[1:])
+
+        def shard(index):
+            first, *rest = (slice(*s.indices(d)[:2]) for s, d in zip(index, part, strict=True))
+            return read((slice(start + first.start, start + first.stop), *rest))
 
         if sharding is None:
-            return jnp.asarray(part((slice(None),) * len(shape)))
-        return jax.make_array_from_callback((stop - start, *shape[1:]), sharding, part)
+            return jnp.asarray(shard((slice(None),) * len(part)))
+        return jax.make_array_from_callback(part, sharding, shard)
 
-    # Only layers are taken apart: a table of the vocabulary is one tensor in the file as well.
-    if n >= shape[0] or len(shape) < 3:
+    if n >= shape[0]:
         return put(0, shape[0])
     out = jax.jit(partial(jnp.zeros, shape, dtype), out_shardings=sharding)()
-    write = jax.jit(_write_layers, donate_argnums=0, out_shardings=sharding)
+    write = jax.jit(_write_part, donate_argnums=0, out_shardings=sharding)
     for start in range(0, shape[0], n):
         out = write(out, put(start, min(start + n, shape[0])), start)
         # Else the host would read ahead of the device, and hold what it has read.
@@ -231,7 +252,7 @@ def _fill(shape: tuple[int, ...], read, sharding):
     return out
 
 
-def _write_layers(out, part, start):
+def _write_part(out, part, start):
     return jax.lax.dynamic_update_slice_in_dim(out, part, start, axis=0)
 
 
@@ -241,7 +262,8 @@ def _layer(x, i):
 
 
 def _dtypes(source: Path | None, there: hf_config.Read | None, of: np.dtype) -> dict:
-    """The dtype of each of the source's tensors, by parameter and layer, if its matrices are `of`."""
+    """The dtype of each tensor of the source, by parameter and layer; empty if its matrices are
+    not `of`."""
     if there is None or not any((source / f).exists() for f in (hf_files.SINGLE, hf_files.INDEX)):
         return {}
     with hf_files.Weights(source) as weights:

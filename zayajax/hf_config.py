@@ -273,7 +273,9 @@ def write(cfg: ModelConfig, layout: str, dtype: str, source: Read | None = None)
     name = "torch_dtype" if layout == "legacy" else "dtype"
     if source is None:
         ids = {"bos_token_id": 2, "pad_token_id": 0, "eos_token_id": None}
-        return {"architectures": ["ZayaForCausalLM"]} | _generated(cfg, layout) | ids | {name: dtype}
+        return (
+            {"architectures": ["ZayaForCausalLM"]} | _generated(cfg, layout) | ids | {name: dtype}
+        )
     same = dataclasses.replace(source.cfg, skip=cfg.skip) == cfg and source.layout == layout
     raw = {k: v for k, v in source.raw.items() if k not in ("dtype", "torch_dtype")}
     if not same:

@@ -50,7 +50,7 @@ class Weights:
     def _open(self, path: Path):
         try:
             file = self._stack.enter_context(safe_open(path, framework="numpy"))
-            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            parts = {name: file.get_slice(name) for name in file.keys()}
         except FileNotFoundError:
             raise UserError(f"{path}: does not exist, and the index names it") from None
         except (SafetensorError, OSError, UnicodeDecodeError) as error:

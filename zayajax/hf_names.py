@@ -248,4 +248,6 @@ def _name(pattern: str, layers: int, i: int | None, expert: int | None) -> str:
         return pattern
     name = pattern.format(i=i, attention=2 * i, moe=2 * i + 1, following=2 * i + 2, expert=expert)
     # After the last layer there is none that the merge could belong to: it is the model's.
-    return name.replace(f"model.layers.{2 * layers}.", "model.") if "{following}" in pattern else name
+    return (
+        name.replace(f"model.layers.{2 * layers}.", "model.") if "{following}" in pattern else name
+    )

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from zayajax import exchange
 from zayajax.config import ModelConfig
@@ -34,7 +35,10 @@ class Experts(nnx.Module):
         R = jax.lax.axis_size(axes) if axes else 1
         rooms = exchange.capacities(x_TD.shape[0], R, buckets)
         plan = exchange.route(choice_T, self.gate_up.shape[0], axes, rooms)
-        return _bucketed(axes, rooms, x_TD, self.gate_up[...], self.down[...], plan)
+        # Kept for the backward pass, or it would plan and send once more.
+        plan = jax.tree.map(partial(checkpoint_name, name="moe"), plan)
+        y_TD = _bucketed(axes, rooms, x_TD, self.gate_up[...], self.down[...], plan)
+        return checkpoint_name(y_TD, "moe")
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -53,8 +57,13 @@ def _backward(axes, rooms, saved, dy_TD):
     x_TD, gate_up, down, plan = saved
 
     def branch(room, x_TD, gate_up, down, plan, dy_TD):
-        run = partial(_at_capacity, axes, room)
-        return jax.vjp(lambda *args: run(*args, plan), x_TD, gate_up, down)[1](dy_TD)
+        # `send` and `give_back` are linear, and each is the other's transpose: three exchanges.
+        x_RCD = exchange.send(x_TD, plan, room, axes)
+        dy_RCD = exchange.send(dy_TD, plan, room, axes)
+        with jax.named_scope("experts"):
+            run = partial(_apply, plan=plan, room=room)
+            dx_RCD, d_gate_up, d_down = jax.vjp(run, x_RCD, gate_up, down)[1](dy_RCD)
+        return exchange.give_back(dx_RCD, plan, axes), d_gate_up, d_down
 
     branches = [partial(branch, room) for room in rooms]
     grads = jax.lax.switch(plan.bucket, branches, x_TD, gate_up, down, plan, dy_TD)

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from zayajax.config import ModelConfig
 from zayajax.mesh import LOCAL, Layout
@@ -60,7 +59,7 @@ class Block(nnx.Module):
         choice_BS, p_BS, state_BSR = self.router(h_BSD, above_BSR, gamma_R)
         with jax.named_scope("moe"):
             y_BSD = self.moe(h_BSD, choice_BS, p_BS, packing, layout)
-            x_BSD = self.merge_moe(checkpoint_name(y_BSD, "moe"), x_BSD)
+            x_BSD = self.merge_moe(y_BSD, x_BSD)
         C = self.router.out.shape[-1]
         chosen_BSC = (choice_BS[..., None] == jnp.arange(C)) & packing.real_BS[..., None]
         counts_C = chosen_BSC.sum(axis=(0, 1), dtype=jnp.int32)

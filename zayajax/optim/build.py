@@ -16,7 +16,7 @@ from zayajax.optim.schedule import learning_rate
 
 
 def build(cfg: OptimConfig) -> optax.GradientTransformation:
-    """AdamW for all that has a gradient, and the balance rule; `init` and `update` take {path: v}."""
+    """AdamW for all that has a gradient, the balance rule for its biases; both take {path: v}."""
 
     def adamw(decay):
         rule = optax.chain(
@@ -55,8 +55,10 @@ def _store_as(dtype: str, tx: optax.GradientTransformation) -> optax.GradientTra
     """The same rule in float32, with its moments at rest in `dtype`."""
 
     def cast(state, to):
-        is_moment = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
-        return jax.tree.map(lambda x: x.astype(to) if is_moment(x) else x, state)
+        def one(x):  # step counts stay whole numbers
+            return x.astype(to) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+        return jax.tree.map(one, state)
 
     def update(grads, state, params):
         updates, state = tx.update(grads, cast(state, jnp.float32), params)

@@ -1,0 +1,151 @@
+"""The command line: sub-commands, each a few lines that call one function."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from zayajax import __version__, config as configs
+from zayajax.errors import UserError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a command; 0 is success, 2 a user's mistake, said in one sentence on standard error."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    try:
+        if rest and args.command != "train":
+            raise UserError(f"{rest[0]}: unknown argument of zayajax {args.command}")
+        return args.run(args, rest) or 0
+    except UserError as error:
+        print(f"zayajax: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("zayajax: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="zayajax", description=__doc__.splitlines()[0])
+    parser.add_argument("--version", action="version", version=f"zayajax {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    train = commands.add_parser(
+        "train",
+        help="train a model",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="every key of the config can be set:\n" + configs.describe().replace("%", "%%"),
+    )
+    train.add_argument("config", type=Path, help="a TOML file, such as configs/tiny.toml")
+    train.add_argument("--run-dir", type=Path, help="where all output goes [runs/NAME of CONFIG]")
+    train.add_argument("--resume", action="store_true", help="go on with the run in that folder")
+    train.add_argument("--fresh", action="store_true", help="delete the run in that folder first")
+    train.add_argument("--init-from", type=Path, metavar="CKPT", help="start from these weights")
+    train.set_defaults(run=_train)
+
+    generate = commands.add_parser("generate", help="continue a text")
+    generate.add_argument("model", type=Path, help="a run, a checkpoint, or transformers' folder")
+    generate.add_argument("--prompt", required=True, help="the text to continue")
+    generate.add_argument("--tokens", type=int, default=200, help="new tokens [200]")
+    generate.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest [0.8]")
+    generate.add_argument("--seed", type=int, default=0)
+    generate.add_argument("--tokenizer", help="'bytes' or a tokenizer.json [the model's own]")
+    generate.set_defaults(run=_generate)
+
+    convert = commands.add_parser("convert", help="transformers' checkpoints in and out")
+    ways = convert.add_subparsers(dest="way", required=True, metavar="WAY")
+    from_hf = ways.add_parser("from-hf", help="transformers' folder to a zayajax checkpoint")
+    from_hf.add_argument("source", type=Path)
+    from_hf.add_argument("destination", type=Path)
+    from_hf.set_defaults(run=_from_hf)
+    to_hf = ways.add_parser("to-hf", help="a run or checkpoint to transformers' folder")
+    to_hf.add_argument("source", type=Path)
+    to_hf.add_argument("destination", type=Path)
+    to_hf.add_argument("--layout", choices=("native", "legacy"), default="native")
+    to_hf.set_defaults(run=_to_hf)
+    check = ways.add_parser(
+        "check", help="is transformers' folder whole, and does it compute right"
+    )
+    check.add_argument("source", type=Path)
+    check.add_argument("--reference", type=Path, help="expected.npz with inputs and their logits")
+    check.set_defaults(run=_check)
+
+    report = commands.add_parser("report", help="a run as one HTML page")
+    report.add_argument("run_dir", type=Path)
+    report.set_defaults(run=_report)
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def _overrides(rest: list[str]) -> dict[str, str]:
+    """--section.key value and --section.key=value."""
+    found, words = {}, iter(rest)
+    for word in words:
+        key, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or "." not in key:
+            raise UserError(f"{word}: unknown argument of zayajax train (see --help)")
+        if not equals and (value := next(words, None)) is None:
+            raise UserError(f"{word}: a value is missing after it")
+        found[key] = value
+    return found
+
+
+def _train(args, rest):
+    config = configs.load(args.config, _overrides(rest))
+    from zayajax.training.loop import train
+
+    train(
+        config,
+        args.run_dir or Path("runs") / args.config.stem,
+        resume=args.resume,
+        fresh=args.fresh,
+        init_from=args.init_from,
+    )
+
+
+def _generate(args, _):
+    from zayajax import generate, models
+    from zayajax.data import tokenizer
+
+    model, source = models.read(args.model)
+    words = tokenizer.load(args.tokenizer or models.tokenizer_of(source))
+    prompt = words.encode(args.prompt).tolist()
+    prompt = ([] if words.bos is None else [words.bos]) + prompt
+    (new,) = generate.generate(
+        model,
+        [prompt],
+        args.tokens,
+        temperature=args.temperature,
+        seed=args.seed,
+        stop=[] if words.eos is None else [words.eos],
+    )
+    print(args.prompt + words.decode(new))
+
+
+def _from_hf(args, _):
+    from zayajax import models
+
+    models.from_hf(args.source, args.destination)
+
+
+def _to_hf(args, _):
+    from zayajax import models
+
+    models.to_hf(args.source, args.destination, args.layout)
+
+
+def _check(args, _):
+    from zayajax import hf
+
+    found = hf.check(args.source, args.reference)
+    print(found)
+    return 0 if found.ok else 1
+
+
+def _report(args, _):
+    from zayajax.report import write_report
+
+    print(write_report(args.run_dir))

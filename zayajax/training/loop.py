@@ -1,0 +1,275 @@
+"""A run from its config to its report: text, mesh, state, steps, evaluations, checkpoints."""
+
+import collections
+import dataclasses
+import importlib.metadata
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from zayajax import checkpoint
+from zayajax.config import Config, to_tree
+from zayajax.data import corpus as corpora, pipeline, tokenizer as tokenizers
+from zayajax.errors import UserError
+from zayajax.generate import decode
+from zayajax.machine import peak_flops
+from zayajax.mesh import WORLD, emulate, make_mesh
+from zayajax.model.flops import train_flops_per_token
+from zayajax.optim.schedule import learning_rate
+from zayajax.report import write_report
+from zayajax.training import folder
+from zayajax.training.display import Progress
+from zayajax.training.feed import Feed
+from zayajax.training.metrics import MetricsLog, load_metrics
+from zayajax.training.state import TrainState
+from zayajax.training.step import Program, build
+
+# A line carries the load of every expert at most this many times a run: 40 layers of 17 classes
+# would fill gigabytes, and the report's heat map has no more columns than this.
+LOAD_LINES = 2000
+PROMPT, TEMPERATURE = 48, 0.8  # of the samples: tokens, and how far from the most likely
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What came out of a run."""
+
+    run_dir: Path
+    step: int
+    loss: float | None  # of the last training step, nats a token
+    held_out_loss: float | None  # of the last evaluation
+    state: TrainState
+
+
+def train(
+    config: Config,
+    run_dir: str | Path = "runs/run",
+    *,
+    resume: bool = False,
+    fresh: bool = False,
+    init_from: str | Path | None = None,
+    show: bool = True,
+) -> Result:
+    """Trains until `train.steps`. Same as the command `zayajax train`.
+
+    Args:
+      run_dir: everything is written there. A folder with a run in it needs `resume` or `fresh`.
+      resume: goes on from the newest complete checkpoint; without one, starts at step 0.
+      init_from: weights to start from: a run, a checkpoint, or what transformers saved.
+      show: the progress display.
+
+    Raises UserError for whatever is wrong with the arguments, before any device work.
+    """
+    run_dir = Path(run_dir)
+    folder.prepare(run_dir, resume=resume, fresh=fresh)
+    if resume and init_from:
+        raise UserError("--init-from starts a new phase; it does not go with --resume")
+    words = tokenizers.load(config.data.tokenizer)
+    text = corpora.open_corpus(config.data, words, config.model.vocab, run_dir / folder.DATA)
+    emulate(config.mesh.devices)
+    mesh = make_mesh(config.mesh.nodes, config.mesh.gpus)
+    program = build(config, mesh)
+    saved = checkpoint.Checkpoints(run_dir, config.checkpoint.keep)
+    try:
+        run = _Run(config, run_dir, program, words, text, saved, show)
+        run.start(resume, init_from)
+        run.steps()
+        return run.finish()
+    finally:
+        saved.close()
+
+
+class _Run:
+    """One process's share of a run."""
+
+    def __init__(self, config, run_dir, program: Program, words, text, saved, show: bool):
+        self.config, self.run_dir, self.program = config, run_dir, program
+        self.words, self.text, self.saved = words, text, saved
+        self.lead = jax.process_index() == 0
+        self.show = show and self.lead
+        train = config.train
+        self.feed = Feed(program.batch_sharding, train.batch, train.sequence)
+        self.rate = learning_rate(config.optim)
+        self.flops = train_flops_per_token(config.model, train.sequence)
+        peak = peak_flops(jax.devices()[0].device_kind)
+        self.peak = peak and peak * config.mesh.devices
+        held_out = (text.held_out, train.sequence, train.batch, train.eval_batches, train.seed)
+        self.held_out = pipeline.held_out_batches(*held_out, self.feed.rows) if held_out[0] else []
+        self.loss = self.held_out_loss = None
+
+    def start(self, resume: bool, init_from):
+        """Restores or makes the state, and says which."""
+        self.state, self.step, self.row, self.tokens = None, 0, 0, 0
+        if resume:
+            found = self.saved.restore(self.program.state, self.say)
+            if found is None:
+                self.say(f"{self.run_dir}: no complete checkpoint, starting at step 0")
+            else:
+                self.state, record = found
+                source = self.run_dir / checkpoint.FOLDER / str(record["step"])
+                data = self.text.fingerprint
+                changes = checkpoint.require_compatible(record, self.config, data, source)
+                for change in changes:
+                    self.say(f"changed since the checkpoint: {change}")
+                self.step, self.row, self.tokens = (record[k] for k in ("step", "row", "tokens"))
+                self.say(f"resuming at step {self.step}")
+        if self.state is None:
+            self.state = self.program.init(jax.random.key(self.config.train.seed))
+            if init_from:
+                self.state = self.with_weights(Path(init_from))
+        if self.lead:
+            folder.write_config(self.run_dir, self.config)
+        self.resumed = resume
+
+    def with_weights(self, source: Path) -> TrainState:
+        """The fresh state with the weights of another run; the moments stay zero."""
+        from zayajax import hf
+
+        like = self.program.state.params
+        if (source / "config.json").exists():
+            params = hf.load_like(source, like)
+        else:
+            params, _ = checkpoint.read_weights(source, like)
+        return dataclasses.replace(self.state, params=params)
+
+    def steps(self) -> TrainState:
+        """All training steps that are left, with evaluations and checkpoints on the way."""
+        train, every = self.config.train, self.config.checkpoint.every
+        rows = pipeline.Rows(
+            self.text.train, train.sequence, train.seed, self.run_dir / folder.DATA
+        )
+        batches = pipeline.batches(rows, self.row, train.batch, rows_of_batch=self.feed.rows)
+        # On emulated devices one step may be in flight: several can starve each other of threads.
+        # Elsewhere the metrics of the step before are fetched, so that the device never waits.
+        ahead = 0 if jax.default_backend() == "cpu" else 1
+        pending = collections.deque()
+        log = MetricsLog(self.run_dir, self.step if self.resumed else None, enabled=self.lead)
+        with log as self.log, Progress(train.steps, self.step, enabled=self.show) as self.progress:
+            if self.step == 0:
+                self.evaluate()
+            self.mark = time.perf_counter()
+            while self.step < train.steps:
+                pending.append(self.dispatch(next(batches)))
+                last = self.step == train.steps
+                evaluates = train.eval_every and (last or self.step % train.eval_every == 0)
+                saves = last or self.step % every == 0
+                while len(pending) > (0 if evaluates or saves else ahead):
+                    self.write(*pending.popleft())
+                if evaluates:
+                    self.evaluate()
+                if saves:
+                    self.save()
+                self.saved.check()
+            self.saved.wait()
+        return self.state
+
+    def dispatch(self, batch):
+        """Starts one step; returns what `write` takes once it has ended."""
+        train = self.config.train
+        self.state, metrics = self.program.train_step(self.state, self.feed.put(batch))
+        self.step, self.row = self.step + 1, self.row + train.batch
+        self.tokens += train.batch * train.sequence
+        return self.step, self.tokens, metrics
+
+    def write(self, step: int, tokens: int, metrics):
+        """Waits for a step to end and writes its line."""
+        train = self.config.train
+        metrics = jax.device_get(metrics)
+        seconds, self.mark = time.perf_counter() - self.mark, time.perf_counter()
+        rate = train.batch * train.sequence / seconds
+        loads = load_metrics(metrics["counts_LC"])
+        if step % max(1, train.steps // LOAD_LINES):
+            del loads["expert_load"]
+        self.loss = float(metrics["loss"])
+        line = {
+            "step": step,
+            "kind": "train",
+            "loss": self.loss,
+            "tokens": tokens,
+            "tokens_per_second": rate,
+            "mfu": rate * self.flops / self.peak if self.peak else None,
+            "step_seconds": seconds,
+            "learning_rate": float(self.rate(step - 1)),
+            "grad_norm": float(metrics["grad_norm"]),
+            **loads,
+        }
+        self.log.write(line)
+        self.progress.update(line)
+
+    def evaluate(self):
+        """Loss on held-out text, written down; nothing where no text was held out."""
+        started = time.perf_counter()
+        total = weight = 0.0
+        for batch in self.held_out:
+            sums = self.program.eval_step(self.state.params, self.feed.put(batch))
+            sums = jax.device_get(sums)
+            total, weight = total + float(sums["loss"]), weight + float(sums["weight"])
+        if weight:
+            self.held_out_loss = total / weight
+            line = {"step": self.step, "kind": "eval", "loss": self.held_out_loss}
+            line |= {"tokens": self.tokens, "seconds": time.perf_counter() - started}
+            self.log.write(line)
+            self.progress.update(line)
+        self.mark = time.perf_counter()
+
+    def save(self):
+        record = {"row": self.row, "tokens": self.tokens, "data": self.text.fingerprint}
+        record |= {"config": to_tree(self.config), "versions": versions()}
+        self.saved.save(self.step, self.state, record)
+        self.mark = time.perf_counter()
+
+    def finish(self) -> Result:
+        """Samples and report."""
+        if self.config.train.sample_tokens:
+            text = self.sample()
+            if self.lead:
+                (self.run_dir / folder.SAMPLES).write_text(text)
+        if self.lead:
+            report = write_report(self.run_dir)
+            self.say(f"report: {report}")
+        return Result(self.run_dir, self.step, self.loss, self.held_out_loss, self.state)
+
+    def sample(self) -> str:
+        """One continuation a device, of the beginnings of held-out documents."""
+        documents = self.text.held_out if len(self.text.held_out) else self.text.train
+        count = self.config.mesh.devices
+        prompts = [documents[i % len(documents)][:PROMPT].tolist() for i in range(count)]
+        by_row = NamedSharding(self.program.batch_sharding.mesh, P(WORLD))
+
+        def next_logits(tokens_BS, segments_BS, index_B):
+            arrays = (tokens_BS, segments_BS, index_B.astype(np.int32))
+            arrays = (jax.make_array_from_callback(x.shape, by_row, x.__getitem__) for x in arrays)
+            logits_BV = self.program.next_logits(self.state.params, *arrays)
+            return multihost_utils.process_allgather(logits_BV, tiled=True)
+
+        stop = [] if self.words.eos is None else [self.words.eos]
+        new = decode(
+            next_logits,
+            prompts,
+            self.config.train.sample_tokens,
+            self.config.model.vocab,
+            temperature=TEMPERATURE,
+            seed=self.config.train.seed,
+            stop=stop,
+        )
+        lines = [f"step {self.step}, temperature {TEMPERATURE}"]
+        for i, (prompt, tokens) in enumerate(zip(prompts, new, strict=True), 1):
+            begin, end = self.words.decode(prompt), self.words.decode(tokens)
+            lines += [f"--- {i}: the prompt, then [...]", f"{begin}[...]{end}"]
+            if i == 1:
+                self.say(f"sample ({begin!r} is the prompt):\n{begin}{end}")
+        return "\n".join(lines) + "\n"
+
+    def say(self, text: str):
+        if self.show:
+            print(text, flush=True)
+
+
+def versions() -> dict[str, str]:
+    """Of what decides the numbers of a run."""
+    names = ("zayajax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+    return {name: importlib.metadata.version(name) for name in names}

@@ -9,7 +9,7 @@ import fnmatch
 import json
 import shutil
 from collections import Counter, defaultdict
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 import jax
@@ -103,7 +103,8 @@ def save(
         would route differently.
       shard_bytes: largest size of a file.
 
-    Peak of host memory: one layer of the largest parameter, twice.
+    Peak of host memory: `CHUNK` bytes, one layer of the largest parameter or the embedding,
+    whichever is most, and once more one tensor as it goes to the file.
     """
     if layout not in LAYOUTS:
         raise UserError(f"the layout must be one of {', '.join(LAYOUTS)}, and is {layout!r}")
@@ -121,18 +122,18 @@ def save(
         default = np.dtype(np.float32) if t.path.endswith("balance_bias") else of
         return dtypes.get((t.path, t.index[:1]), default)
 
-    places = {t.name: t for t in plan}
-    lengths, last = sizes(cfg), (None, None)
+    places, lengths = {t.name: t for t in plan}, sizes(cfg)
+
+    @lru_cache(maxsize=1)  # tensors come parameter by parameter, layer by layer
+    def host(name: str, layer: int | None) -> np.ndarray:
+        x = leaves[name][...]
+        return np.asarray(x if layer is None else _layer(x, layer))
 
     def read(name: str) -> np.ndarray:
-        # Of a layer's experts, each its own tensor in the legacy layout, one fetch is enough.
-        nonlocal last
         t = places[name]
-        if last[0] != (key := (t.path, t.index[:1])):
-            x = leaves[t.path][...]
-            last = key, np.asarray(_layer(x, t.index[0]) if t.index else x)
-        x = last[1][t.index[1]] if len(t.index) > 1 else last[1]
-        return t.axes.give(x, lengths)
+        if not t.index or leaves[t.path][...].nbytes <= CHUNK:
+            return t.axes.give(host(t.path, None)[t.index], lengths)
+        return t.axes.give(host(t.path, t.index[0])[t.index[1:]], lengths)
 
     try:
         path.mkdir(parents=True, exist_ok=True)

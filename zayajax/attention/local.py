@@ -15,18 +15,19 @@ import jax.numpy as jnp
 # Finite: a query that sees nothing must make no NaN. Far below any score, far above -max float, so
 # that differences of two of these stay finite.
 NOTHING = -1e30
-BLOCK = 512
 
 einsum32 = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
-def attend(q_BSHK, k_BUNK, v_BUNK, positions, segments, window=None, block: int = BLOCK):
+def attend(q_BSHK, k_BUNK, v_BUNK, positions, segments, window=None, block: int | None = None):
     """Causal attention inside documents; query head h uses key-value head h // G.
 
     Args:
       positions: of the queries `[B, S]` and of the keys `[B, U]`, counted inside each document.
       segments: documents of the queries and of the keys, likewise; 0 is padding.
       window: keys a query sees, itself included (a whole number, may be traced); None: all.
+      block: queries, and keys, at a time; by default a quarter of the keys, between 128 and 512:
+        small enough to pass over what a causal mask hides, large enough to fill a product.
 
     Returns:
       out `[B, S, H, K]` in the dtype of q, and the log-sum-exp of its scores `[B, S, H]` in
@@ -35,6 +36,7 @@ def attend(q_BSHK, k_BUNK, v_BUNK, positions, segments, window=None, block: int 
     (B, S, H, K), N = q_BSHK.shape, k_BUNK.shape[2]
     if window is None:
         window = jnp.iinfo(jnp.int32).max
+    block = block or min(512, max(128, k_BUNK.shape[1] // 4))
     q_BSNGK = q_BSHK.reshape(B, S, N, H // N, K)
     window = jnp.asarray(window, jnp.int32)
     out, lse = _attend(block, q_BSNGK, k_BUNK, v_BUNK, positions, segments, window)

@@ -19,9 +19,9 @@ class Balance(nnx.Variable):
     """The balance bias of a router: moved by the counts of tokens, never by a gradient."""
 
 
-def weight(key, shape, axes, fan_in: float) -> nnx.Param:
+def weight(key, shape, axes, fan_in: float, keep: bool = False) -> nnx.Param:
     """A matrix with normal entries of variance 1 / fan_in."""
-    return nnx.Param(jax.random.normal(key, shape) * fan_in**-0.5, axes=axes)
+    return nnx.Param(jax.random.normal(key, shape) * fan_in**-0.5, axes=axes, keep=keep)
 
 
 def vector(shape, value: float = 0.0, keep: bool = True) -> nnx.Param:

@@ -22,7 +22,8 @@ class Router(nnx.Module):
         self.norm = vector(R, 1.0)
         self.fc1, self.fc1_bias = _matrix(next(keys), (R, R), ("router", None)), vector(R)
         self.fc2, self.fc2_bias = _matrix(next(keys), (R, R), ("router", None)), vector(R)
-        self.out = _matrix(next(keys), (R, C), ("router", None))
+        # Small, so that all classes start nearly even and the balance bias soon evens them out.
+        self.out = weight(next(keys), (R, C), ("router", None), 100.0 * R, keep=True)
         balance_C = jnp.where(jnp.arange(C) < cfg.experts, jnp.float32(0), -1)
         self.balance_bias = Balance(balance_C, axes=(None,), keep=True)
 
@@ -70,6 +71,4 @@ def _mass_below(x):
 
 
 def _matrix(key, shape, axes):
-    w = weight(key, shape, axes, shape[0])
-    w.set_metadata(keep=True)
-    return w
+    return weight(key, shape, axes, shape[0], keep=True)

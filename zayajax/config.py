@@ -244,7 +244,8 @@ class Config:
             B % (A * devices) == 0,
             "train.batch",
             f"{B} sequences do not divide over {devices} devices"
-            + (f" in {A} micro-batches" if A > 1 else ""),
+            + (f" in {A} micro-batches (train.micro_batches)" if A > 1 else "")
+            + f"; use a multiple of {A * devices}",
         )
         _require(
             self.mesh.zero != 3 or self.train.remat != "none",

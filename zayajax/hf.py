@@ -63,6 +63,8 @@ def load(path, dtype="bfloat16", skip: str = "identity", mesh: Mesh | None = Non
     UserError, before anything is loaded, if a tensor is missing, unknown or of another shape.
     """
     dtype = _dtype(dtype)
+    if skip not in ("identity", "zero"):
+        raise UserError(f"skip must be 'identity' or 'zero', and is {skip!r}")
     found = hf_config.read(path)
     cfg = dataclasses.replace(found.cfg, skip=skip)
     with hf_files.Weights(path) as weights:

@@ -1,0 +1,5 @@
+import sys
+
+from zayajax.cli import main
+
+sys.exit(main())

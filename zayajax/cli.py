@@ -107,11 +107,11 @@ def _train(args, rest):
 
 
 def _generate(args, _):
-    from zayajax import generate, models
+    from zayajax import generate, weights
     from zayajax.data import tokenizer
 
-    model, source = models.read(args.model)
-    words = tokenizer.load(args.tokenizer or models.tokenizer_of(source))
+    model = weights.read(args.model)
+    words = tokenizer.load(args.tokenizer or weights.tokenizer_of(args.model))
     prompt = words.encode(args.prompt).tolist()
     prompt = ([] if words.bos is None else [words.bos]) + prompt
     (new,) = generate.generate(
@@ -126,15 +126,15 @@ def _generate(args, _):
 
 
 def _from_hf(args, _):
-    from zayajax import models
+    from zayajax import weights
 
-    models.from_hf(args.source, args.destination)
+    weights.from_hf(args.source, args.destination)
 
 
 def _to_hf(args, _):
-    from zayajax import models
+    from zayajax import weights
 
-    models.to_hf(args.source, args.destination, args.layout)
+    weights.to_hf(args.source, args.destination, args.layout)
 
 
 def _check(args, _):
@@ -142,7 +142,7 @@ def _check(args, _):
 
     found = hf.check(args.source, args.reference)
     print(found)
-    return 0 if found.ok else 1
+    return 0 if found.passed else 1
 
 
 def _report(args, _):

@@ -92,7 +92,10 @@ class CCA(nnx.Module):
         w_JCK = jnp.moveaxis(self.grouped[...], 0, 1).reshape(
             taps_BSJC.shape[2], -1, bias_JK.shape[1]
         )
-        grouped_BSJK = einsum32("bsjc,jck->bsjk", taps_BSJC, w_JCK)
+        # Heads in front by hand: XLA for CPU refuses other bfloat16 products with float32 results.
+        taps_JBSC = jnp.moveaxis(taps_BSJC, 2, 0)
+        grouped_JBSK = einsum32("jbsc,jck->jbsk", taps_JBSC, w_JCK)
+        grouped_BSJK = jnp.moveaxis(grouped_JBSK, 0, 2)
         return grouped_BSJK + self.grouped_bias[...].astype(jnp.float32)
 
     @jax.named_scope("v")

@@ -15,7 +15,7 @@ def learning_rate(cfg: OptimConfig) -> optax.Schedule:
     if cfg.schedule == "cosine":
         then = optax.cosine_decay_schedule(peak, max(after, 1), alpha=final)
     else:
-        steps = max(1, round(cfg.decay * cfg.horizon))
+        steps = max(1, min(after, round(cfg.decay * cfg.horizon)))
         then = optax.linear_schedule(peak, final * peak, steps, max(0, after - steps))
     joined = optax.join_schedules([warmup, then], [cfg.warmup])
     return lambda step: joined(step + 1)

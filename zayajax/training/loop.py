@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from zayajax import checkpoint
+from zayajax import checkpoint, weights
 from zayajax.config import Config, to_tree
 from zayajax.data import corpus as corpora, pipeline, tokenizer as tokenizers
 from zayajax.errors import UserError
@@ -68,6 +68,8 @@ def train(
     folder.prepare(run_dir, resume=resume, fresh=fresh)
     if resume and init_from:
         raise UserError("--init-from starts a new phase; it does not go with --resume")
+    if init_from and not Path(init_from).exists():
+        raise UserError(f"{init_from}: there is nothing to start from (--init-from)")
     words = tokenizers.load(config.data.tokenizer)
     text = corpora.open_corpus(config.data, words, config.model.vocab, run_dir / folder.DATA)
     emulate(config.mesh.devices)
@@ -120,21 +122,11 @@ class _Run:
         if self.state is None:
             self.state = self.program.init(jax.random.key(self.config.train.seed))
             if init_from:
-                self.state = self.with_weights(Path(init_from))
+                params = weights.read(init_from, self.program.state.params)
+                self.state = dataclasses.replace(self.state, params=params)  # moments stay zero
         if self.lead:
             folder.write_config(self.run_dir, self.config)
         self.resumed = resume
-
-    def with_weights(self, source: Path) -> TrainState:
-        """The fresh state with the weights of another run; the moments stay zero."""
-        from zayajax import hf
-
-        like = self.program.state.params
-        if (source / "config.json").exists():
-            params = hf.load_like(source, like)
-        else:
-            params, _ = checkpoint.read_weights(source, like)
-        return dataclasses.replace(self.state, params=params)
 
     def steps(self) -> TrainState:
         """All training steps that are left, with evaluations and checkpoints on the way."""

@@ -25,6 +25,11 @@ DTYPES = {
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
+def bits(x: np.ndarray) -> np.ndarray:
+    """The array as integers of its width: numpy moves those faster than the narrow floats."""
+    return x.view({2: np.uint16, 4: np.uint32}[x.dtype.itemsize])
+
+
 class Info(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -155,7 +160,8 @@ def _write_one(path: Path, tensors: list[New], read: Callable[[str], np.ndarray]
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for t in tensors:
-            x = np.ascontiguousarray(read(t.name), dtype=t.dtype)
+            x = read(t.name)
             if x.shape != t.shape:
                 raise ValueError(f"{t.name} is {x.shape}, and must be {t.shape}")
+            x = np.ascontiguousarray(bits(x if x.dtype == t.dtype else x.astype(t.dtype)))
             file.write(x.reshape(-1).view(np.uint8).data)

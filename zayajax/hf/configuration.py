@@ -81,6 +81,15 @@ class Read(NamedTuple):
     raw: dict[str, Any]  # the file as it is
 
 
+def is_zaya(path) -> bool:
+    """Whether a folder has the config of a ZAYA model."""
+    try:
+        raw = json.loads((Path(path) / "config.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(raw, dict) and raw.get("model_type") == "zaya"
+
+
 def read(path) -> Read:
     """`path`: a checkpoint's folder. UserError names the file, the key and what is wrong."""
     path = Path(path) / "config.json"

@@ -1,7 +1,7 @@
 """transformers' ZAYA checkpoints in and out, in both of their layouts.
 
-The names are in `hf_names`, the config in `hf_config`, the files in `hf_files`, the comparison with
-a reference in `hf_check`.
+The names are in `names`, the config in `configuration`, the files in `files`, the comparison with
+a reference in `compare`.
 """
 
 import dataclasses
@@ -17,17 +17,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from zayajax import hf_config, hf_files
 from zayajax.config import DTYPES, ModelConfig
 from zayajax.errors import UserError
-from zayajax.hf_check import Check, compare, read_reference
-from zayajax.hf_names import LAYOUTS, Tensor, sizes, tensors
+from zayajax.hf import configuration, files
+from zayajax.hf.compare import Check, compare, read_reference
+from zayajax.hf.names import LAYOUTS, Tensor, sizes, tensors
 from zayajax.mesh import by_path, is_param, stored_specs
 from zayajax.model.zaya import Decoder
 
-__all__ = ["Check", "check", "config", "load", "save"]
+__all__ = ["Check", "check", "config", "dtype", "keep_companions", "load", "save"]
 
 CHUNK = 2**28  # bytes of one parameter that are on the host at a time, if a layer is not more
+KEPT = "dtypes.json"  # of a source's tensors, where the source itself is not kept
 # What travels beside the weights.
 COMPANIONS = (
     "tokenizer*",
@@ -44,7 +45,14 @@ COMPANIONS = (
 
 def config(path) -> ModelConfig:
     """The shape of the model in a checkpoint's folder; UserError where it is not understood."""
-    return hf_config.read(path).cfg
+    return configuration.read(path).cfg
+
+
+def dtype(path) -> str:
+    """ "float32" or "bfloat16": the one in which `load` keeps every digit of the matrices."""
+    with files.Weights(path) as weights:
+        kinds = {info.dtype.name for name, info in weights.info.items() if "embed" in name}
+    return "bfloat16" if kinds == {"bfloat16"} else "float32"
 
 
 def load(path, dtype="bfloat16", skip: str = "identity", mesh: Mesh | None = None) -> Decoder:
@@ -65,9 +73,9 @@ def load(path, dtype="bfloat16", skip: str = "identity", mesh: Mesh | None = Non
     dtype = _dtype(dtype)
     if skip not in ("identity", "zero"):
         raise UserError(f"skip must be 'identity' or 'zero', and is {skip!r}")
-    found = hf_config.read(path)
+    found = configuration.read(path)
     cfg = dataclasses.replace(found.cfg, skip=skip)
-    with hf_files.Weights(path) as weights:
+    with files.Weights(path) as weights:
         plan = cover(weights, cfg, found.layout)
         places = defaultdict(list)
         for tensor in plan:
@@ -116,9 +124,12 @@ def save(
     plan = tensors(cfg, layout)
     of = _dtype(dtype or leaves["embed"][...].dtype)
     source = Path(source) if source is not None else None
-    there = hf_config.read(source) if source and (source / "config.json").exists() else None
-    dtypes = _dtypes(source, there, of)
-    raw = hf_config.write(cfg, layout, of.name, there)
+    if source and not source.is_dir():
+        raise UserError(f"{source}: is not a folder that a tokenizer could come from")
+    # A tokenizer's folder may hold another model, or none.
+    there = configuration.read(source) if source and configuration.is_zaya(source) else None
+    dtypes = _dtypes(source, there, of) if there else {}
+    raw = configuration.write(cfg, layout, of.name, there)
 
     def dtype_of(t: Tensor) -> np.dtype:
         default = np.dtype(np.float32) if t.path.endswith("balance_bias") else of
@@ -141,9 +152,10 @@ def save(
         path.mkdir(parents=True, exist_ok=True)
         if old := sorted(path.glob("*.safetensors*")):
             raise UserError(f"{path}: already holds weights ({old[0].name}); give another folder")
-        new = (hf_files.New(t.name, t.shape, dtype_of(t)) for t in plan)
-        hf_files.write(path, new, read, shard_bytes)
-        _companions(source, path)
+        new = (files.New(t.name, t.shape, dtype_of(t)) for t in plan)
+        files.write(path, new, read, shard_bytes)
+        if source:
+            _copy_companions(source, path)
         # Last: a folder without it is no checkpoint.
         (path / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
     except OSError as error:
@@ -158,8 +170,8 @@ def check(path, reference=None) -> Check:
     that differ are in the result, whose `passed` is then false.
     """
     wanted = read_reference(reference) if reference is not None else None
-    found = hf_config.read(path)
-    with hf_files.Weights(path) as weights:
+    found = configuration.read(path)
+    with files.Weights(path) as weights:
         plan = cover(weights, found.cfg, found.layout)
         bad = tuple(t.name for t in plan if not np.isfinite(weights.read(t.name)).all())
         dtypes = Counter(info.dtype.name for info in weights.info.values())
@@ -173,7 +185,7 @@ def check(path, reference=None) -> Check:
     )
 
 
-def cover(weights: hf_files.Weights, cfg: ModelConfig, layout: str) -> list[Tensor]:
+def cover(weights: files.Weights, cfg: ModelConfig, layout: str) -> list[Tensor]:
     """The tensors of that model, all of which are in the files, and no others. Else UserError."""
     plan = tensors(cfg, layout)
     wanted = {t.name: t.shape for t in plan}
@@ -221,7 +233,11 @@ def _read(weights, places: list[Tensor], lengths: dict, dtype, index: tuple[slic
         now = lengths | {a: s.stop - s.start for a, s in cut.items() if a in alone}
         x = t.axes.bring(weights.read(t.name, there), now)
         x = x[tuple(whole if a in alone else s for a, s in cut.items())]
-        out[tuple(i - s.start for i, s in zip(t.index, index, strict=False))] = x
+        place = tuple(i - s.start for i, s in zip(t.index, index, strict=False))
+        if x.dtype == out.dtype:
+            files.bits(out)[place] = files.bits(x)
+        else:
+            out[place] = x
     return out
 
 
@@ -264,22 +280,37 @@ def _layer(x, i):
     return jax.lax.dynamic_index_in_dim(x, i, axis=0, keepdims=False)
 
 
-def _dtypes(source: Path | None, there: hf_config.Read | None, of: np.dtype) -> dict:
+def keep_companions(source, destination) -> None:
+    """What an export needs from the checkpoint at `source` besides the weights, in a folder that
+    `save` takes for its `source`: tokenizer, config, the dtype of each tensor."""
+    source, destination = Path(source), Path(destination)
+    found = configuration.read(source)
+    with files.Weights(source) as weights:
+        cover(weights, found.cfg, found.layout)
+        dtypes = {name: info.dtype.name for name, info in weights.info.items()}
+    destination.mkdir(parents=True, exist_ok=True)
+    _copy_companions(source, destination)
+    shutil.copyfile(source / "config.json", destination / "config.json")
+    (destination / KEPT).write_text(json.dumps(dtypes, indent=2) + "\n")
+
+
+def _dtypes(source: Path, there: configuration.Read, of: np.dtype) -> dict:
     """The dtype of each tensor of the source, by parameter and layer; empty if its matrices are
     not `of`."""
-    if there is None or not any((source / f).exists() for f in (hf_files.SINGLE, hf_files.INDEX)):
+    if (source / KEPT).exists():
+        names = json.loads((source / KEPT).read_text())
+    elif any((source / name).exists() for name in (files.SINGLE, files.INDEX)):
+        with files.Weights(source) as weights:
+            cover(weights, there.cfg, there.layout)
+            names = {name: info.dtype.name for name, info in weights.info.items()}
+    else:
         return {}
-    with hf_files.Weights(source) as weights:
-        plan = cover(weights, there.cfg, there.layout)
-        found = {(t.path, t.index[:1]): weights.info[t.name].dtype for t in plan}
+    plan = tensors(there.cfg, there.layout)
+    found = {(t.path, t.index[:1]): np.dtype(jnp.dtype(names[t.name])) for t in plan}
     return found if found["embed", ()] == of else {}
 
 
-def _companions(source: Path | None, path: Path):
-    if source is None:
-        return
-    if not source.is_dir():
-        raise UserError(f"{source}: is not a folder that a tokenizer could come from")
+def _copy_companions(source: Path, path: Path):
     if source.resolve() == path.resolve():
         return
     for file in sorted(source.iterdir()):

@@ -8,7 +8,10 @@ array. Restoring reads against the state of the live mesh, never against the fil
 import dataclasses
 import json
 import logging
+import os
+import re
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -70,8 +73,9 @@ class Checkpoints:
 
     def __init__(self, run_dir: Path, keep: int = 1):
         self.folder = Path(run_dir).resolve() / FOLDER
-        # Orbax warns of arrays without a sharding, by name of each file; ours always have one.
-        logging.getLogger("absl").setLevel(logging.ERROR)
+        # Orbax logs each error of its threads as it happens; here they are raised, once, in words.
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
+        _hide_aftermath()
         try:
             self._manager = ocp.CheckpointManager(
                 self.folder,
@@ -112,7 +116,8 @@ class Checkpoints:
         self.check()
 
     def close(self):
-        self._manager.close()
+        """Ends the background threads. What they failed at is raised, as by `wait`."""
+        self._guarded(self._manager.close)
 
     def restore(self, like, say: Callable[[str], None] = print):
         """(state, record) of the newest checkpoint that can be read, or None where there is none.
@@ -126,7 +131,7 @@ class Checkpoints:
             except UserError:
                 raise
             except Exception as error:  # Orbax and TensorStore raise many kinds for a damaged file
-                say(f"{path}: damaged, passed over ({str(error).splitlines()[0][:200]})")
+                say(f"{path}: damaged, passed over ({_reason(error)})")
         if self.steps():
             raise UserError(
                 f"{self.folder}: none of the checkpoints can be read; restore one from a copy, or "
@@ -146,15 +151,37 @@ class Checkpoints:
         try:
             return call()
         except (OSError, ValueError, RuntimeError) as error:
-            reason = str(error).splitlines()[0][:300] or type(error).__name__
             raise UserError(
-                f"{self.folder}: a checkpoint could not be written ({reason}); {self._last_good()}"
+                f"{self.folder}: a checkpoint could not be written ({_reason(error)}); "
+                f"{self._last_good()}"
             ) from error
 
     def _last_good(self) -> str:
         self._manager.reload()
         steps = self.steps()
         return f"the last good one is of step {steps[-1]}" if steps else "there is no earlier one"
+
+
+def _reason(error: Exception) -> str:
+    """The operating system's own words where it was the cause ("No space left on device")."""
+    if code := re.search(r"os_error_code='(\d+)'", str(error)):
+        return os.strerror(int(code[1]))
+    return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+
+
+def _hide_aftermath():
+    """After a failed write TensorStore's threads find the event loop closed that Orbax gave them,
+    and each of hundreds prints a traceback that says nothing more."""
+    before = sys.unraisablehook
+    if getattr(before, "hides_aftermath", False):
+        return
+
+    def hook(event):
+        if not (event.exc_type is RuntimeError and str(event.exc_value) == "Event loop is closed"):
+            before(event)
+
+    hook.hides_aftermath = True
+    sys.unraisablehook = hook
 
 
 def require_same(saved: Mapping[str, str], live: Mapping[str, str], source: Path):

@@ -1,6 +1,7 @@
 """The command line: sub-commands, each a few lines that call one function."""
 
 import argparse
+import errno
 import sys
 from pathlib import Path
 
@@ -18,6 +19,11 @@ def main(argv: list[str] | None = None) -> int:
         return args.run(args, rest) or 0
     except UserError as error:
         print(f"zayajax: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        print(f"zayajax: {error.filename or 'a file'}: {error.strerror}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("zayajax: interrupted", file=sys.stderr)

@@ -10,7 +10,8 @@ import pytest
 
 from zayajax import config
 from zayajax.errors import UserError
-from zayajax.report import COLUMNS, LoadMap, Run, summary, write_report
+from zayajax.report.page import summary, write_report
+from zayajax.report.series import COLUMNS, LoadMap, Run
 from zayajax.training.metrics import FILE, load_metrics, to_json
 
 CONFIG = config.build(

@@ -1,22 +1,12 @@
-"""A run's folder as one HTML page: `write_report(run_dir)` writes `report.html` into it.
-
-The page loads nothing from elsewhere. Its plots are inline SVG whose colours are the page's CSS
-variables, so that one drawing serves the light and the dark scheme. Reading is one pass in bounded
-memory but for a few numbers a step: expert loads are averaged into columns as they come.
+"""The drawings of a report, as inline SVG.
 
 Shape letters: L layers, E experts, C = E + 1 classes (the last skips), W columns of the heat map.
 """
 
 import io
 import math
-import os
 import re
-import tomllib
-from collections import defaultdict
-from collections.abc import Iterable
-from pathlib import Path
 
-import jinja2
 import matplotlib
 import numpy as np
 from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -24,186 +14,14 @@ from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
 
-from zayajax.errors import UserError
-from zayajax.training import metrics
+from zayajax.report.series import SCALARS, Run
 
 POINTS = 800  # that a line is drawn with; longer series are averaged
-COLUMNS = 400  # of the heat map
-LOAD_BYTES = 150_000_000  # of metrics; of a larger file the heat map samples the lines
-SAMPLE_CHARS = 200_000
 WIDE, NARROW = 8.7, 4.2  # inches, in the proportion of the page's columns: one size of letters
 
 # Placeholders in the drawing for CSS variables in the page (the palette there is Okabe and Ito's).
 INK, MUTED, GRID, MAIN, OTHER = "#111111", "#777777", "#dddddd", "#0072b2", "#d55e00"
 VARIABLES = {INK: "ink", MUTED: "muted", GRID: "grid", MAIN: "main", OTHER: "other"}
-
-SCALARS = (
-    "loss",
-    "tokens",
-    "tokens_per_second",
-    "mfu",
-    "step_seconds",
-    "learning_rate",
-    "grad_norm",
-    "router_entropy",
-    "max_expert_load",
-    "skip_fraction",
-)
-
-
-def write_report(run_dir) -> Path:
-    """Writes `report.html` from `config.toml`, `metrics.jsonl` and `samples.txt`; returns its path.
-
-    Only `metrics.jsonl` must be there, with at least one line; UserError otherwise.
-    """
-    run_dir = Path(run_dir)
-    path = run_dir / metrics.FILE
-    if not run_dir.is_dir():
-        raise UserError(f"{run_dir}: there is no such run folder")
-    if not path.is_file():
-        raise UserError(f"{run_dir}: holds no run, for it has no {metrics.FILE}")
-    run = Run(metrics.iter_metrics(path, load_every=1 + path.stat().st_size // LOAD_BYTES))
-    if not len(run.train["step"]) and not len(run.eval["step"]):
-        raise UserError(f"{path}: has no line yet; ask again after the run's first step")
-    config_text = _text(run_dir / "config.toml")
-    config = _config(config_text)
-    template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
-    page = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    ).from_string(template)
-    html = page.render(
-        name=run_dir.resolve().name,
-        summary=summary(run, config),
-        warnings=warnings(run),
-        plots=plots(run, config),
-        samples=_text(run_dir / "samples.txt")[:SAMPLE_CHARS],
-        config=config_text,
-    )
-    out = run_dir / "report.html"
-    part = out.with_name("report.html.part")
-    part.write_text(html, encoding="utf-8")
-    os.replace(part, out)
-    return out
-
-
-class Run:
-    """The lines of a run as columns: `train[key]` and `eval[key]` are float64, NaN where unknown.
-
-    Of several lines of one step and kind, as a resumed run may have, the last counts.
-    """
-
-    def __init__(self, lines: Iterable[dict]):
-        rows = {"train": {}, "eval": {}}
-        self.load = LoadMap()
-        for line in lines:
-            if line["kind"] not in rows:
-                continue
-            values = [math.nan if (v := line.get(k)) is None else float(v) for k in SCALARS]
-            rows[line["kind"]][line["step"]] = values
-            if line.get("expert_load"):
-                self.load.add(line["step"], line["expert_load"])
-        self.train, self.eval = (_columns(rows[kind]) for kind in ("train", "eval"))
-
-
-def _columns(rows: dict[int, list[float]]) -> dict[str, np.ndarray]:
-    steps = sorted(rows)
-    table = np.array([rows[s] for s in steps], dtype=np.float64).reshape(len(steps), len(SCALARS))
-    return {"step": np.array(steps, dtype=np.int64)} | dict(zip(SCALARS, table.T, strict=True))
-
-
-class LoadMap:
-    """Expert loads averaged into at most COLUMNS columns of equally many steps, in one pass.
-
-    When a step falls beyond the last column, columns are merged in pairs.
-    """
-
-    def __init__(self):
-        self.steps_a_column = 1
-        self.sum_WLC = self.count_W = None
-
-    def add(self, step: int, shares_LC):
-        shares_LC = np.asarray(shares_LC, dtype=np.float64)
-        if self.sum_WLC is None:
-            self.sum_WLC = np.zeros((COLUMNS, *shares_LC.shape))
-            self.count_W = np.zeros(COLUMNS)
-        # A batch without weight, or another model's line, has nothing to say here.
-        if shares_LC.shape != self.sum_WLC.shape[1:] or not np.isfinite(shares_LC).all():
-            return
-        while step // self.steps_a_column >= COLUMNS:
-            self.steps_a_column *= 2
-            for x in (self.sum_WLC, self.count_W):
-                x[: COLUMNS // 2] = x[0::2] + x[1::2]
-                x[COLUMNS // 2 :] = 0
-        self.sum_WLC[step // self.steps_a_column] += shares_LC
-        self.count_W[step // self.steps_a_column] += 1
-
-    def mean(self):
-        """The steps of the columns' edges [W+1], and shares [W, L, C]; empty columns repeat the one
-        before. None without a load."""
-        if self.count_W is None or not self.count_W.any():
-            return None
-        used = np.flatnonzero(self.count_W)
-        first, last = used[0], used[-1]
-        column_W = np.arange(first, last + 1)
-        source_W = used[np.searchsorted(used, column_W, side="right") - 1]
-        mean_WLC = self.sum_WLC[source_W] / self.count_W[source_W][:, None, None]
-        return np.arange(first, last + 2) * self.steps_a_column, mean_WLC
-
-
-MODEL = (
-    "{layers} layers, {hidden} wide, {heads} query and {kv_heads} key-value heads, "
-    "{experts} experts of {expert_hidden}, vocabulary {vocab}"
-)
-MESH = "{nodes} node x {gpus} gpu, {layout}, zero {zero}"
-
-
-def summary(run: Run, config: dict) -> list[tuple[str, str]]:
-    """Rows of the table at the head of the page: what, and how much."""
-    train, held = run.train, run.eval
-    model, mesh, opts = (config.get(k, {}) for k in ("model", "mesh", "train"))
-    rows = []
-    last = max((int(x["step"][-1]) for x in (train, held) if len(x["step"])), default=0)
-    rows.append(("Steps", f"{last:,}" + (f" of {opts['steps']:,}" if "steps" in opts else "")))
-    tokens = [np.nanmax(t) for x in (train, held) if np.isfinite(t := x["tokens"]).any()]
-    if tokens:
-        rows.append(("Tokens", f"{max(tokens):,.0f}"))
-    if len(loss := train["loss"]):
-        tail = loss[-min(50, max(1, len(loss) // 10)) :]
-        over = f"mean of the last {len(tail)} lines" if len(tail) > 1 else "last step"
-        rows.append(("Training loss", f"{_loss(np.mean(tail))} ({over})"))
-    if len(held["loss"]):
-        text = f"{_loss(held['loss'][-1])} (at step {held['step'][-1]:,})"
-        rows.append(("Held-out loss", text))
-        if len(held["loss"]) > 1 and np.isfinite(held["loss"]).any():
-            best = int(np.nanargmin(held["loss"]))
-            text = f"{_loss(held['loss'][best])} (at step {held['step'][best]:,})"
-            rows.append(("Best held-out loss", text))
-    for key, name, show in (
-        ("tokens_per_second", "Speed", lambda x: f"{x:,.0f} tokens/s (median)"),
-        ("step_seconds", "Step", lambda x: f"{x:.3g} s (median)"),
-        ("mfu", "MFU", lambda x: f"{x:.1%} of the peak (median)"),
-    ):
-        if np.isfinite(train[key]).any():
-            rows.append((name, show(np.nanmedian(train[key]))))
-    for name, values, text in (("Model", model, MODEL), ("Mesh", mesh, MESH)):
-        if values:
-            rows.append((name, text.format_map(defaultdict(lambda: "?", values))))
-    if "batch" in opts and "sequence" in opts:
-        rows.append(("Batch", f"{opts['batch']} sequences of {opts['sequence']} tokens"))
-    return rows
-
-
-def warnings(run: Run) -> list[str]:
-    """What a reader must not overlook."""
-    found = []
-    for kind, x in (("training", run.train), ("held-out", run.eval)):
-        bad = x["step"][~np.isfinite(x["loss"])]
-        if len(bad):
-            found.append(
-                f"The {kind} loss is not a finite number at {len(bad):,} of "
-                f"{len(x['step']):,} lines, first at step {bad[0]:,}."
-            )
-    return found
 
 
 def plots(run: Run, config: dict) -> dict[str, str]:
@@ -446,23 +264,3 @@ def to_svg(figure: Figure, title: str) -> str:
 
 
 NAMESPACES = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
-
-
-def _loss(nats: float) -> str:
-    return f"{nats:.4f} nats = {nats / math.log(2):.4f} bits per token"
-
-
-def _config(text: str) -> dict:
-    """Tables of the config. Not `config.load`: a run of another version has a report, too."""
-    try:
-        return {k: v for k, v in tomllib.loads(text).items() if isinstance(v, dict)}
-    except tomllib.TOMLDecodeError:
-        return {}
-
-
-def _text(path: Path) -> str:
-    """The file's text, "" without one; control characters, which HTML refuses, are replaced."""
-    if not path.is_file():
-        return ""
-    text = path.read_text(encoding="utf-8", errors="replace")
-    return re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]", "\ufffd", text)

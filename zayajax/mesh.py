@@ -9,6 +9,7 @@ communicates.
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -52,6 +53,13 @@ PRETRAIN = Layout(batch=WORLD, expert=(GPU,))
 LAYOUTS = {"pretrain": PRETRAIN}
 
 
+# Devices that share a few busy cores can keep each other waiting for longer than XLA's 40 s.
+PATIENCE = (
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120 "
+    "--xla_cpu_collective_call_terminate_timeout_seconds=600"
+)
+
+
 def emulate(devices: int) -> None:
     """Lets a CPU stand for `devices` GPUs. Only before JAX has started; no effect on a GPU."""
     try:
@@ -62,6 +70,9 @@ def emulate(devices: int) -> None:
                 f"JAX already runs with {jax.device_count()} of the {devices} devices that the "
                 "config asks for (mesh.nodes * mesh.gpus); restart Python and build the mesh first"
             ) from None
+        return
+    # Before the user's own flags: of a repeated one the last wins.
+    os.environ["XLA_FLAGS"] = f"{PATIENCE} {os.environ.get('XLA_FLAGS', '')}".strip()
 
 
 def make_mesh(nodes: int, gpus: int) -> Mesh:

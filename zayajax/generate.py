@@ -11,6 +11,7 @@ import numpy as np
 
 from zayajax.errors import UserError
 from zayajax.model import head
+from zayajax.model.common import precision
 from zayajax.model.zaya import Decoder
 
 NextLogits = Callable[[np.ndarray, np.ndarray, np.ndarray], jax.Array]
@@ -42,9 +43,10 @@ def generate(
 
 @jax.jit
 def _next_logits(model: Decoder, tokens_BS, segments_BS, index_B):
-    x_BSD, _ = model.hidden(tokens_BS, segments_BS)
-    x_B1D = jnp.take_along_axis(x_BSD, index_B[:, None, None], axis=1)
-    return head.logits(x_B1D, *model.head_weights())[:, 0]
+    with precision(model.embed.dtype):
+        x_BSD, _ = model.hidden(tokens_BS, segments_BS)
+        x_B1D = jnp.take_along_axis(x_BSD, index_B[:, None, None], axis=1)
+        return head.logits(x_B1D, *model.head_weights())[:, 0]
 
 
 def decode(

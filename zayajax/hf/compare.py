@@ -12,6 +12,7 @@ import numpy as np
 
 from zayajax.errors import UserError
 from zayajax.model import head
+from zayajax.model.common import precision
 
 LOGITS, LOSS = 1e-4, 2e-6  # largest absolute and largest relative difference of float32
 KEYS = ("input_ids", "attention_mask", "position_ids", "logits", "loss", "routes")
@@ -76,8 +77,9 @@ class Check:
 @jax.jit
 def forward(model, tokens_BS, segments_BS, positions_BS):
     """Logits `[B, S, V]` and the class that each layer's router chose `[L, B, S]`."""
-    x_BSD, routing = model.hidden(tokens_BS, segments_BS, positions_BS)
-    return head.logits(x_BSD, *model.head_weights()), routing.choices_LBS
+    with precision(model.embed.dtype):
+        x_BSD, routing = model.hidden(tokens_BS, segments_BS, positions_BS)
+        return head.logits(x_BSD, *model.head_weights()), routing.choices_LBS
 
 
 def loss_of(logits_BSV, tokens_BS, mask_BS) -> float:

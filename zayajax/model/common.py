@@ -3,6 +3,7 @@
 Shape letters: B batch, S sequence, D embed, C any channels, Z = head_dim's rotated pairs.
 """
 
+import contextlib
 from functools import partial
 
 import jax
@@ -13,6 +14,13 @@ from zayajax.config import ModelConfig
 from zayajax.exchange import shift
 
 einsum32 = partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+
+def precision(dtype):
+    """A context in which products of float32 are float32: a GPU would round their inputs to TF32,
+    which moves logits by 1e-2 and sends tokens to other experts. bfloat16 is left as it is."""
+    exact = jnp.dtype(dtype) == jnp.float32
+    return jax.default_matmul_precision("highest") if exact else contextlib.nullcontext()
 
 
 class Balance(nnx.Variable):

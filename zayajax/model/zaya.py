@@ -20,7 +20,7 @@ from zayajax.config import ModelConfig
 from zayajax.mesh import LOCAL, Layout
 from zayajax.model import head
 from zayajax.model.cca import CCA
-from zayajax.model.common import Packing, ResidualScale, rms_norm, vector, weight
+from zayajax.model.common import Packing, ResidualScale, precision, rms_norm, vector, weight
 from zayajax.model.experts import Experts
 from zayajax.model.router import Router
 
@@ -97,8 +97,9 @@ class Decoder(nnx.Module):
         `segments_BS`: 0 is padding, documents in a row are numbered from 1; `positions_BS` count
         inside each document (worked out from the segments by default).
         """
-        x_BSD, _ = self.hidden(jnp.asarray(tokens_BS), segments_BS, positions_BS)
-        return head.logits(x_BSD, *self.head_weights())
+        with precision(self.embed.dtype):
+            x_BSD, _ = self.hidden(jnp.asarray(tokens_BS), segments_BS, positions_BS)
+            return head.logits(x_BSD, *self.head_weights())
 
     def head_weights(self):
         table = self.embed if self.head is None else self.head

@@ -29,6 +29,7 @@ from zayajax.mesh import (
     total,
 )
 from zayajax.model import head
+from zayajax.model.common import precision
 from zayajax.model.zaya import Decoder
 from zayajax.optim import balance
 from zayajax.training.state import TrainState, init_state
@@ -131,7 +132,17 @@ def build(config: Config, mesh: Mesh | None = None) -> Program:
     abstract = jax.eval_shape(init, jax.random.key(0))
     layout = LOCAL if mesh is None else LAYOUTS[config.mesh.layout]
     at = Setting(config, layout, places(abstract.params, mesh, layout, config.mesh.zero), tx)
-    step, evaluate, logits = (partial(f, at=at) for f in (train_step, eval_step, next_logits))
+
+    def exact(fn):
+        """Traced under the precision that the compute dtype promises, backward passes too."""
+
+        def run(*args):
+            with precision(config.train.compute_dtype):
+                return fn(*args, at=at)
+
+        return run
+
+    step, evaluate, logits = map(exact, (train_step, eval_step, next_logits))
     if mesh is None:
         step = jax.jit(step, donate_argnums=0)
         return Program(jax.jit(init), step, jax.jit(evaluate), jax.jit(logits), abstract, None)

@@ -8,6 +8,7 @@ communicates.
 """
 
 import dataclasses
+import itertools
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -68,7 +69,8 @@ def emulate(devices: int) -> None:
         if jax.device_count() < devices:
             raise UserError(
                 f"JAX already runs with {jax.device_count()} of the {devices} devices that the "
-                "config asks for (mesh.nodes * mesh.gpus); restart Python and build the mesh first"
+                "config asks for (mesh.nodes * mesh.gpus); restart Python and train before any "
+                "other use of JAX"
             ) from None
         return
     # Before the user's own flags: of a repeated one the last wins.
@@ -203,11 +205,21 @@ def scatter(grads, where, layout: Layout, dtype=jnp.float32, *, in_layer: bool =
                 if axis in axes:
                     dim = dim % xs[i].ndim
                     xs[i] = jax.lax.psum_scatter(xs[i], axis, scatter_dimension=dim, tiled=True)
-        if shared := [i for i in here if axis in at[i].repeated]:
-            xs.update(zip(shared, jax.lax.psum([xs[i] for i in shared], axis), strict=True))
+        shared = [i for i in here if axis in at[i].repeated]
+        for split in {at[i].split: None for i in shared}:
+            together = {i: xs[i] for i in shared if at[i].split == split}
+            xs |= _psum_together(together, axis)
     for i, x in xs.items():
         leaves[i] = leaves[i].replace(x.astype(jnp.float32))
     return jax.tree.unflatten(structure, leaves)
+
+
+def _psum_together(arrays: dict, axis: str) -> dict:
+    """Sums of many small arrays as one message: dozens of messages cost more than their bytes."""
+    total = jax.lax.psum(jnp.concatenate([x.reshape(-1) for x in arrays.values()]), axis)
+    ends = list(itertools.accumulate(x.size for x in arrays.values()))
+    parts = jnp.split(total, ends[:-1])
+    return {i: part.reshape(x.shape) for (i, x), part in zip(arrays.items(), parts, strict=True)}
 
 
 def layer_gather(where, layout: Layout, dtype, reduce_dtype) -> Callable:

@@ -29,13 +29,13 @@ class CCA(nnx.Module):
         # 2L layers add to the residual stream: each starts small, so that their sum is of order 1.
         self.o = weight(next(keys), (H, K, D), (None, None, "embed"), H * K * 2 * L)
         self.depthwise = weight(next(keys), (t0, J, K), (None, None, None), t0)
-        self.depthwise_bias = vector((J, K), keep=False)
+        self.depthwise_bias = vector((J, K))
         self.grouped = weight(next(keys), (t1, J, K, K), (None, None, "channel", None), t1 * K)
-        self.grouped_bias = vector((J, K), keep=False)
+        self.grouped_bias = vector((J, K))
         self.temp = vector(N, 1.0)
 
         def bias(shape):
-            return vector(shape, keep=False) if cfg.attention_bias else None
+            return vector(shape) if cfg.attention_bias else None
 
         self.q_bias, self.k_bias, self.o_bias = bias((H, K)), bias((N, K)), bias(D)
         self.v_now_bias, self.v_late_bias = bias(N * K // 2), bias(N * K // 2)
@@ -43,8 +43,7 @@ class CCA(nnx.Module):
     def __call__(self, x_BSD, packing: Packing, rotation, window):
         """`rotation`: (cos, sin) of this layer; `window`: keys that a query sees. `[B, S, D]`."""
         dtype = x_BSD.dtype
-        # Padding is zero for the convolutions, the mean path and the value shift.
-        x_BSD = jnp.where(packing.real_BS[..., None], x_BSD, 0)
+        # What padding holds never matters: convolutions, value shift and attention all stop at it.
         q, k = self.queries_and_keys(x_BSD, packing)
         q, k = (rotate(x, *rotation).astype(dtype) for x in (q, k))
         v = self.values(x_BSD, packing)
@@ -60,8 +59,6 @@ class CCA(nnx.Module):
         q = _plus(jnp.einsum("bsd,dhk->bshk", x_BSD, self.q[...]), self.q_bias)
         k = _plus(jnp.einsum("bsd,dnk->bsnk", x_BSD, self.k[...]), self.k_bias)
         qk_BSJK = jnp.concatenate([q, k], axis=2)
-        if self.q_bias is not None:
-            qk_BSJK = jnp.where(packing.real_BS[..., None, None], qk_BSJK, 0)
         conv_BSJK = self.convolve(qk_BSJK, packing)
 
         qk_BSJK = qk_BSJK.astype(jnp.float32)
@@ -80,13 +77,13 @@ class CCA(nnx.Module):
         the document stood alone behind one padding for both.
         """
         t0, t1 = self.depthwise.shape[0], self.grouped.shape[0]
-        bias_JK = self.depthwise_bias[...].astype(jnp.float32)
+        bias_JK = self.depthwise_bias[...]
         depth_BSJK = bias_JK + sum(
             self.depthwise[i].astype(jnp.float32) * packing.back(qk_BSJK, t0 - 1 - i)
             for i in range(t0)
         )
         depth_BSJK = depth_BSJK.astype(qk_BSJK.dtype)
-        before_JK = self.depthwise_bias[...].astype(qk_BSJK.dtype)
+        before_JK = bias_JK.astype(qk_BSJK.dtype)
         taps = [packing.back(depth_BSJK, t1 - 1 - i, before_JK) for i in range(t1)]
         taps_BSJC = jnp.concatenate(taps, axis=-1)
         w_JCK = jnp.moveaxis(self.grouped[...], 0, 1).reshape(
@@ -96,7 +93,7 @@ class CCA(nnx.Module):
         taps_JBSC = jnp.moveaxis(taps_BSJC, 2, 0)
         grouped_JBSK = einsum32("jbsc,jck->jbsk", taps_JBSC, w_JCK)
         grouped_BSJK = jnp.moveaxis(grouped_JBSK, 0, 2)
-        return grouped_BSJK + self.grouped_bias[...].astype(jnp.float32)
+        return grouped_BSJK + self.grouped_bias[...]
 
     @jax.named_scope("v")
     def values(self, x_BSD, packing: Packing):
@@ -108,7 +105,7 @@ class CCA(nnx.Module):
 
 
 def _plus(x, bias):
-    return x if bias is None else x + bias[...]
+    return x if bias is None else (x.astype(jnp.float32) + bias[...]).astype(x.dtype)
 
 
 def _to_length(x, length: float):

@@ -32,10 +32,11 @@ def weight(key, shape, axes, fan_in: float, keep: bool = False) -> nnx.Param:
     return nnx.Param(jax.random.normal(key, shape) * fan_in**-0.5, axes=axes, keep=keep)
 
 
-def vector(shape, value: float = 0.0, keep: bool = True) -> nnx.Param:
-    """Whole on every device. `keep`: stays float32 in use (norms, scales, biases of the router)."""
+def vector(shape, value: float = 0.0) -> nnx.Param:
+    """Norms, scales and biases: whole on every device, and float32 in use, so that their gradients,
+    which are sums over all tokens, are too."""
     shape = shape if isinstance(shape, tuple) else (shape,)
-    return nnx.Param(jnp.full(shape, value, jnp.float32), axes=(None,) * len(shape), keep=keep)
+    return nnx.Param(jnp.full(shape, value, jnp.float32), axes=(None,) * len(shape), keep=True)
 
 
 def rms_norm(x, scale_C, eps: float, dtype):

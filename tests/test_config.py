@@ -45,7 +45,7 @@ MISTAKES = {
     "model.heads": ("3", "3 query heads do not divide over 2 kv_heads"),
     "model.experts": ("12", "12 experts do not divide over the 8 GPUs of a node"),
     "model.rope_fraction": ("0.3", "not whole pairs"),
-    "model.sliding_layers": ("[9]", "layers go from 0 to 3"),
+    "model.sliding_layers": ("[9]", "layers go from 0 to 2"),
     "model.sliding_window": ("1.5", "must be a whole number"),
     "model.norm_eps": ("inf", "must be finite"),
     "model.layers": ("-1", "must be positive"),

@@ -26,7 +26,13 @@ def shift(x_BSC, n: int):
 @jax.named_scope("exchange")
 def all_to_all(x_RT, axes: tuple[str, ...]):
     """Entry r goes to rank r; entry r of the result came from rank r. Its own transpose."""
-    return jax.lax.all_to_all(x_RT, axes, 0, 0, tiled=True) if axes else x_RT
+    # An exchange with oneself is left out: XLA for GPUs (jax 0.11) crashes as it compiles one.
+    return jax.lax.all_to_all(x_RT, axes, 0, 0, tiled=True) if ranks(axes) > 1 else x_RT
+
+
+def ranks(axes: tuple[str, ...]) -> int:
+    """How many devices share the work along these mesh axes."""
+    return jax.lax.axis_size(axes) if axes else 1
 
 
 def capacities(T: int, R: int, buckets=BUCKETS) -> tuple[int, ...]:
@@ -51,7 +57,7 @@ def route(choice_T, E: int, axes: tuple[str, ...], rooms: tuple[int, ...]) -> Ro
 
     A counting sort: cumulative sums over T x R*E small integers cost less than a sort on a GPU.
     """
-    R = jax.lax.axis_size(axes) if axes else 1
+    R = ranks(axes)
     goes_TE = (choice_T[:, None] == jnp.arange(R * E)).astype(jnp.int32)
     before_TE = jnp.cumsum(goes_TE, axis=0) - goes_TE
     sent_RE = goes_TE.sum(0).reshape(R, E)
@@ -59,7 +65,7 @@ def route(choice_T, E: int, axes: tuple[str, ...], rooms: tuple[int, ...]) -> Ro
     place_T = jnp.sum(goes_TE * (before_TE + start_RE.reshape(-1)), axis=1)
     need = sent_RE.sum(1).max()
     with jax.named_scope("bucket"):
-        need = jax.lax.pmax(need, axes) if axes else need
+        need = jax.lax.pmax(need, axes) if R > 1 else need
     bucket = jnp.sum(need > jnp.asarray(rooms[:-1], jnp.int32), dtype=jnp.int32)
     return Route(choice_T // E, place_T, all_to_all(sent_RE, axes), bucket)
 

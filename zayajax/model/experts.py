@@ -32,8 +32,7 @@ class Experts(nnx.Module):
         Nothing is dropped: of the capacities in `exchange.capacities` the smallest that holds the
         fullest pair of ranks is used, the same on all ranks of the node.
         """
-        R = jax.lax.axis_size(axes) if axes else 1
-        rooms = exchange.capacities(x_TD.shape[0], R, buckets)
+        rooms = exchange.capacities(x_TD.shape[0], exchange.ranks(axes), buckets)
         plan = exchange.route(choice_T, self.gate_up.shape[0], axes, rooms)
         # Kept for the backward pass, or it would plan and send once more.
         plan = jax.tree.map(partial(checkpoint_name, name="moe"), plan)

@@ -26,7 +26,6 @@ def shift(x_BSC, n: int):
 @jax.named_scope("exchange")
 def all_to_all(x_RT, axes: tuple[str, ...]):
     """Entry r goes to rank r; entry r of the result came from rank r. Its own transpose."""
-    # An exchange with oneself is left out: XLA for GPUs (jax 0.11) crashes as it compiles one.
     return jax.lax.all_to_all(x_RT, axes, 0, 0, tiled=True) if ranks(axes) > 1 else x_RT
 
 
@@ -66,7 +65,7 @@ def route(choice_T, E: int, axes: tuple[str, ...], rooms: tuple[int, ...]) -> Ro
     need = sent_RE.sum(1).max()
     with jax.named_scope("bucket"):
         need = jax.lax.pmax(need, axes) if R > 1 else need
-    bucket = jnp.sum(need > jnp.asarray(rooms[:-1], jnp.int32), dtype=jnp.int32)
+    bucket = sum(((need > room).astype(jnp.int32) for room in rooms[:-1]), jnp.zeros_like(need))
     return Route(choice_T // E, place_T, all_to_all(sent_RE, axes), bucket)
 
 

@@ -376,3 +376,16 @@ def test_evaluation_and_logits_send_no_gradients():
         ("metrics", "psum"),
     }
     assert not weights_in_loops(found)
+
+
+@pytest.mark.parametrize(("mesh_shape", "layers"), [((2, 1), 2), ((1, 2), 1), ((8, 1), 3)])
+def test_no_array_is_empty(mesh_shape, layers):
+    """jax 0.11 crashes as it partitions a program with an array of size 0 in it."""
+    _, at = program(mesh_shape, model__layers=layers)
+    traced = at.train_step.trace(at.state, abstract_batch(B, S)).jaxpr.jaxpr
+    assert not [eqn for shape, _, eqn in arrays_in(traced) if 0 in shape]
+
+
+def test_a_single_layer_learns():
+    losses = [float(metrics["loss"]) for _, metrics in run((1, 2), model__layers=1)]
+    assert losses[-1] < losses[0]

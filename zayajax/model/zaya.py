@@ -86,7 +86,7 @@ class Decoder(nnx.Module):
         self.input_scale, self.input_bias = vector(D, 1.0), vector(D)
         self.layers = jax.vmap(partial(Block, cfg))(jax.random.split(k_layers, L))
         # How much of the router state of the layer above joins; the first layer has none above.
-        self.gamma = vector((L - 1, R), 1.0)
+        self.gamma = vector((L - 1, R), 1.0) if L > 1 else None
         self.norm_out = vector(D, 1.0)
         self.head = None if cfg.tied_head else weight(k_head, (V, D), (None, "embed"), 2500.0)
         self.head_bias = vector(V) if cfg.head_bias else None
@@ -140,7 +140,9 @@ class Decoder(nnx.Module):
 
         if remat != "none":
             layer = jax.checkpoint(layer, policy=REMAT[remat])
-        gamma_LR = jnp.pad(self.gamma[...].astype(jnp.float32), ((1, 0), (0, 0)))
+        gamma_LR = jnp.zeros((1, cfg.router_hidden))
+        if self.gamma is not None:
+            gamma_LR = jnp.pad(self.gamma[...], ((1, 0), (0, 0)))
         none_BSR = jnp.zeros_like(x_BSD, shape=(*tokens_BS.shape, cfg.router_hidden))
         xs = self.layers, gamma_LR, _kinds(cfg)
         (x_BSD, _), routing = jax.lax.scan(layer, (x_BSD, none_BSR), xs)

@@ -62,8 +62,9 @@ MISTAKES = {
     "no corpus": (["--data.corpus", "/nowhere"], "/nowhere"),
     "vocabulary": (["--model.vocab", "100"], "model.vocab"),
     "no tokenizer": (["--data.tokenizer", "/nowhere.json"], "/nowhere.json"),
-    "no value": (["--train.steps"], "a value is missing"),
-    "no key": (["--steps", "3"], "unknown argument"),
+    "no value": (["--train.steps="], "must be a whole number"),
+    "no key": (["--steps", "3"], "unrecognized arguments: --steps"),
+    "cut short": (["--resum"], "unrecognized arguments: --resum"),
 }
 
 
@@ -71,9 +72,13 @@ MISTAKES = {
 def test_a_mistake_is_one_sentence(mistake, corpus, tmp_path, capsys):
     words, reason = MISTAKES[mistake]
     config = write(tmp_path / "small.toml", corpus)
-    assert main(["train", str(config), "--run-dir", str(tmp_path / "run"), *words]) == 2
+    try:
+        status = main(["train", *words, str(config), "--run-dir", str(tmp_path / "run")])
+    except SystemExit as exit:
+        status = exit.code
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and error.startswith("zayajax: ") and reason in error
+    assert status == 2
+    assert error.count("\n") == 1 and error.startswith("zayajax") and reason in error
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 

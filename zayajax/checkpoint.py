@@ -30,9 +30,10 @@ FOLDER = "checkpoints"
 PARAMS = "params."
 
 # What a resumed run may not change: other numbers would come out, or none at all.
-FIXED = (
+FIXED = (  # the text itself is compared by its fingerprint, wherever it lies
     "model.",
-    "data.",
+    "data.held_out",
+    "data.text_field",
     "train.seed",
     "train.sequence",
     "train.param_dtype",
@@ -74,7 +75,8 @@ class Checkpoints:
     def __init__(self, run_dir: Path, keep: int = 1):
         self.folder = Path(run_dir).resolve() / FOLDER
         # Orbax logs each error of its threads as it happens; here they are raised, once, in words.
-        logging.getLogger("absl").setLevel(logging.CRITICAL)
+        for name in ("absl", "asyncio"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
         _hide_aftermath()
         try:
             self._manager = ocp.CheckpointManager(
@@ -104,7 +106,8 @@ class Checkpoints:
             rest=ocp.args.StandardSave(rest),
             record=ocp.args.JsonSave({"format": FORMAT} | record),
         )
-        self._guarded(lambda: self._manager.save(step, args=items))
+        if not self._guarded(lambda: self._manager.save(step, args=items, force=True)):
+            raise UserError(f"{self.folder}: Orbax refuses to save step {step}")
 
     def check(self):
         """Raises what went wrong in the background since the last call."""
@@ -119,20 +122,39 @@ class Checkpoints:
         """Ends the background threads. What they failed at is raised, as by `wait`."""
         self._guarded(self._manager.close)
 
-    def restore(self, like, say: Callable[[str], None] = print):
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_):
+        try:
+            self.close()
+        except UserError:
+            if kind is None:  # else what went wrong first is what counts
+                raise
+
+    def restore(self, like, accept: Callable = lambda record, path: None, say: Callable = print):
         """(state, record) of the newest checkpoint that can be read, or None where there is none.
 
         `like` is abstract, with the shardings of the live mesh. A checkpoint of another model is a
-        UserError that names what differs; a damaged one is passed over, and `say` is told.
+        UserError that names what differs, and `accept(record, path)` may raise for other reasons.
+        A damaged one is passed over, `say` is told, and it is set aside under another name, so that
+        its step can be saved again.
         """
+        damaged = []
         for path in (self.folder / str(step) for step in reversed(self.steps())):
             try:
-                return _read(path, like)
+                found = _read(path, like, accept)
             except UserError:
                 raise
             except Exception as error:  # Orbax and TensorStore raise many kinds for a damaged file
                 say(f"{path}: damaged, passed over ({_reason(error)})")
-        if self.steps():
+                damaged.append(path)
+                continue
+            for broken in damaged:
+                broken.rename(broken.with_name(f"damaged-{broken.name}"))
+            self._manager.reload()
+            return found
+        if damaged:
             raise UserError(
                 f"{self.folder}: none of the checkpoints can be read; restore one from a copy, or "
                 "start over with --fresh"
@@ -248,7 +270,10 @@ def read_weights(path: Path, like: nnx.Module | None = None) -> tuple[Decoder, M
         path = path / FOLDER / str(max(steps))
     if not (path / "record").is_dir():
         raise UserError(f"{path}: is neither a run's folder nor a checkpoint")
-    record = _record(path)
+    try:
+        record = _record(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: is damaged ({_reason(error)})") from None
     config = model_config(record["config"]["model"])
     if like is None:
         like = jax.eval_shape(lambda: Decoder(config, jax.random.key(0)))
@@ -256,12 +281,18 @@ def read_weights(path: Path, like: nnx.Module | None = None) -> tuple[Decoder, M
         like = _with_dtypes(like, dtypes)
     require_same(record["weights"], shapes(to_arrays(like)), path)
     items = ocp.args.Composite(weights=ocp.args.StandardRestore(_placed(to_arrays(like))))
-    return from_arrays(like, _restore(path, items)["weights"]), config
+    try:
+        return from_arrays(like, _restore(path, items)["weights"]), config
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{path}: is damaged ({_reason(error)}); an older one of the run can be named instead"
+        ) from None
 
 
-def _read(path: Path, like):
+def _read(path: Path, like, accept: Callable):
     """(state, record) of one checkpoint."""
     record = _record(path)
+    accept(record, path)
     weights, rest = _parts(to_arrays(like))
     require_same(record["weights"], shapes(weights), path)
     require_same(record["rest"], shapes(rest), path)

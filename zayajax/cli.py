@@ -8,20 +8,25 @@ from pathlib import Path
 from zayajax import __version__, config as configs
 from zayajax.errors import UserError
 
+# A full disk, a folder that may not be written: not our mistake, so no traceback.
+OF_THE_MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
+OF_THE_MACHINE |= {errno.EISDIR, errno.ENOTDIR}
+
 
 def main(argv: list[str] | None = None) -> int:
     """Runs a command; 0 is success, 2 a user's mistake, said in one sentence on standard error."""
-    parser = _parser()
-    args, rest = parser.parse_known_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        if rest and args.command != "train":
-            raise UserError(f"{rest[0]}: unknown argument of zayajax {args.command}")
-        return args.run(args, rest) or 0
+        overrides = {}
+        if argv[:1] == ["train"]:
+            argv, overrides = _take_overrides(argv)
+        args = _parser().parse_args(argv, argparse.Namespace(overrides=overrides))
+        return args.run(args) or 0
     except UserError as error:
         print(f"zayajax: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno not in OF_THE_MACHINE:
             raise
         print(f"zayajax: {error.filename or 'a file'}: {error.strerror}", file=sys.stderr)
         return 2
@@ -82,25 +87,29 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
+    def __init__(self, **options):
+        super().__init__(allow_abbrev=False, **options)  # --fres must not delete a run
+
     def error(self, message):
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
-def _overrides(rest: list[str]) -> dict[str, str]:
-    """--section.key value and --section.key=value."""
-    found, words = {}, iter(rest)
+def _take_overrides(argv: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Takes --section.key value and --section.key=value out of the words, wherever they stand."""
+    left, found, words = [], {}, iter(argv)
     for word in words:
         key, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or "." not in key:
-            raise UserError(f"{word}: unknown argument of zayajax train (see --help)")
+            left.append(word)
+            continue
         if not equals and (value := next(words, None)) is None:
             raise UserError(f"{word}: a value is missing after it")
         found[key] = value
-    return found
+    return left, found
 
 
-def _train(args, rest):
-    config = configs.load(args.config, _overrides(rest))
+def _train(args):
+    config = configs.load(args.config, args.overrides)
     from zayajax.training.loop import train
 
     train(
@@ -112,7 +121,7 @@ def _train(args, rest):
     )
 
 
-def _generate(args, _):
+def _generate(args):
     from zayajax import generate, weights
     from zayajax.data import tokenizer
 
@@ -131,19 +140,19 @@ def _generate(args, _):
     print(args.prompt + words.decode(new))
 
 
-def _from_hf(args, _):
+def _from_hf(args):
     from zayajax import weights
 
     weights.from_hf(args.source, args.destination)
 
 
-def _to_hf(args, _):
+def _to_hf(args):
     from zayajax import weights
 
     weights.to_hf(args.source, args.destination, args.layout)
 
 
-def _check(args, _):
+def _check(args):
     from zayajax import hf
 
     found = hf.check(args.source, args.reference)
@@ -151,7 +160,7 @@ def _check(args, _):
     return 0 if found.passed else 1
 
 
-def _report(args, _):
+def _report(args):
     from zayajax.report import write_report
 
     print(write_report(args.run_dir))

@@ -175,7 +175,10 @@ class OptimConfig:
     def __post_init__(self):
         _positive(self, "optim", "learning_rate", "horizon", "eps", "clip")
         _between(self, "optim", 0, self.horizon, "warmup")
-        _between(self, "optim", 0.0, 1.0, "decay", "final_rate", "beta1", "beta2")
+        _between(self, "optim", 0.0, 1.0, "decay", "final_rate")
+        for key in ("beta1", "beta2"):
+            beta = getattr(self, key)
+            _require(0 <= beta < 1, f"optim.{key}", f"must be in 0 .. 1 and below 1, is {beta}")
         _require(
             self.weight_decay >= 0 and self.balance_rate >= 0,
             "optim.weight_decay" if self.weight_decay < 0 else "optim.balance_rate",
@@ -207,7 +210,7 @@ class TrainConfig:
         _require(self.sequence >= 2, "train.sequence", f"must be at least 2, is {self.sequence}")
         _require(self.eval_every >= 0, "train.eval_every", "must not be negative")
         _require(self.sample_tokens >= 0, "train.sample_tokens", "must not be negative")
-        _require(self.seed >= 0, "train.seed", "must not be negative")
+        _between(self, "train", 0, 2**32 - 1, "seed")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -279,7 +282,10 @@ def load(path, overrides: Mapping[str, str] | None = None) -> Config:
     overrides = dict(overrides or {})
     for key, value in overrides.items():
         section, _, name = key.partition(".")
-        known = _known(key)
+        try:
+            known = _known(key)
+        except ConfigError as error:
+            raise UserError(f"--{error}") from None
         if not isinstance(tree.setdefault(section, {}), dict):
             raise UserError(f"{path}: [{section}] must be a table")
         tree[section][name] = _parse(value, known)
@@ -300,6 +306,17 @@ def build(tree: Mapping) -> Config:
         if not isinstance(value, Mapping):
             raise ConfigError(key, "must be a table")
     return Config(**{s: _section(s, cls, tree.get(s, {})) for s, cls in sections().items()})
+
+
+def absolute(config: Config) -> Config:
+    """With paths that hold wherever the config is read later."""
+
+    def path(text: str, word: str) -> str:
+        return text if text == word else str(Path(text).resolve())
+
+    corpus, tokenizer = path(config.data.corpus, "stdlib"), path(config.data.tokenizer, "bytes")
+    data = dataclasses.replace(config.data, corpus=corpus, tokenizer=tokenizer)
+    return dataclasses.replace(config, data=data)
 
 
 def model_config(values: Mapping) -> ModelConfig:
@@ -350,10 +367,10 @@ def _known(key: str):
 
 
 def _nearest(key: str, known) -> str:
-    # The name alone is tried too: a right key in the wrong section is a common slip.
-    near = difflib.get_close_matches(key, known, n=1)
+    # A right key in the wrong section is a common slip.
     name = key.rpartition(".")[2]
-    near += [k for k in known if k.rpartition(".")[2] == name]
+    near = [k for k in known if k.rpartition(".")[2] == name]
+    near += difflib.get_close_matches(key, known, n=1)
     near += difflib.get_close_matches(key, known, n=1, cutoff=0.4)
     return f"; did you mean {near[0]}?" if near else f"; there are: {', '.join(known)}"
 

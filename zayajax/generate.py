@@ -65,8 +65,8 @@ def decode(
         raise UserError("every prompt needs at least one token")
     if any(not 0 <= t < vocab for p in prompts for t in p):
         raise UserError(f"a prompt has a token outside the vocabulary of {vocab}")
-    if max_new_tokens < 0 or temperature < 0:
-        raise UserError("max_new_tokens and temperature must not be negative")
+    if not (max_new_tokens >= 0 and temperature >= 0 and seed >= 0):  # NaN is refused too
+        raise UserError("max_new_tokens, temperature and seed must not be negative")
     # Filled up on the right: a causal model does not see what follows.
     tokens_BS = np.zeros((len(prompts), lengths_B.max() + max_new_tokens), np.int32)
     for row, prompt in zip(tokens_BS, prompts, strict=True):

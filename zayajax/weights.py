@@ -47,14 +47,13 @@ def from_hf(source, destination) -> None:
 
 def to_hf(source, destination, layout: str = "native") -> None:
     """transformers' folder from a run or a checkpoint."""
-    source = Path(source)
-    if is_hf(source):
-        model, companions = read(source), source
-    else:
-        model, companions = read(source), source / COMPANIONS
-        if not companions.is_dir():
-            companions = tokenizer_folder(source)
-    hf.save(model, Path(destination), layout, source=companions)
+    source, destination = Path(source), Path(destination)
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        raise UserError(f"{destination}: is there already and not empty; name a new folder")
+    model, companions = read(source), source if is_hf(source) else source / COMPANIONS
+    if not companions.is_dir():
+        companions = tokenizer_folder(source)
+    hf.save(model, destination, layout, source=companions)
 
 
 def tokenizer_of(path) -> str:
@@ -70,8 +69,11 @@ def tokenizer_of(path) -> str:
 
 
 def tokenizer_folder(path) -> Path | None:
-    """The folder of a run's tokenizer, whose files an export takes along; None for bytes."""
-    name = tokenizer_of(path)
-    if name == "bytes":
+    """The folder of a run's tokenizer, whose files an export takes along; None if it has none."""
+    try:
+        name = Path(tokenizer_of(path))
+    except UserError:
         return None
-    return Path(name) if Path(name).is_dir() else Path(name).parent
+    if not name.exists():  # "bytes", or moved away
+        return None
+    return name if name.is_dir() else name.parent

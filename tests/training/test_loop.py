@@ -88,9 +88,14 @@ def test_a_damaged_newest_checkpoint_is_passed_over(corpus, whole, tmp_path, cap
     for path in newest.rglob("*"):
         if path.is_file() and "record" not in path.parts:
             path.write_bytes(b"")
+    with pytest.raises(UserError, match=r"12: is damaged \(.*an older one of the run"):
+        checkpoint.read_weights(run_dir)
     again = zayajax.train(runs.config(corpus), run_dir, resume=True)
     assert "12: damaged, passed over" in capsys.readouterr().out
     assert_same_state(again.state, whole.state)
+    names = {path.name for path in (run_dir / "checkpoints").iterdir()}
+    assert names == {"6", "12", "damaged-12"}
+    assert_same_state(checkpoint.read_weights(run_dir)[0], whole.state.params)
 
 
 def test_resume_without_a_checkpoint_starts_over_and_says_so(corpus, whole, tmp_path, capsys):
@@ -126,6 +131,57 @@ def test_a_folder_with_a_run_needs_a_word(corpus, whole, tmp_path):
     result = zayajax.train(config, run_dir, fresh=True, show=False)
     assert result.step == 1 and keep.read_text() == "mine"
     assert [x["step"] for x in lines(run_dir) if x["kind"] == "train"] == [1]
+
+
+def test_fresh_deletes_nothing_while_something_is_wrong(corpus, whole, tmp_path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(whole.run_dir, run_dir)
+    before = sorted(run_dir.rglob("*"))
+    for arguments, reason in (
+        ({"config": runs.config(tmp_path / "absent")}, "absent"),
+        ({"init_from": run_dir}, "--fresh would delete it"),
+        ({"init_from": whole.run_dir, "config": runs.config(corpus, model__hidden=64)}, "another"),
+    ):
+        arguments = {"config": runs.config(corpus), "show": False} | arguments
+        with pytest.raises(UserError, match=reason):
+            zayajax.train(run_dir=run_dir, fresh=True, **arguments)
+        assert sorted(run_dir.rglob("*")) == before
+
+
+def test_files_that_no_run_wrote_stay(corpus, tmp_path):
+    run_dir = tmp_path / "mine"
+    (run_dir / "checkpoints").mkdir(parents=True)
+    for name in ("report.html", "checkpoints/notes.txt"):
+        (run_dir / name).write_text("mine")
+    config = runs.config(corpus, train__steps=1, train__eval_every=0, train__sample_tokens=0)
+    (run_dir / "config.toml").write_text("# mine\n")
+    with pytest.raises(UserError, match="was not written by a run"):
+        zayajax.train(config, run_dir, fresh=True, show=False)
+    (run_dir / "config.toml").unlink()
+    result = zayajax.train(config, run_dir, fresh=True, show=False)
+    assert (run_dir / "checkpoints" / "notes.txt").read_text() == "mine"
+    assert result.held_out_loss is None  # eval_every = 0: never
+
+
+def test_a_run_at_its_end_has_nothing_to_do(corpus, whole, capsys):
+    written = (whole.run_dir / "config.toml").read_text()
+    again = zayajax.train(runs.config(corpus, train__steps=3), whole.run_dir, resume=True)
+    assert again.step == 12
+    assert "nothing to do: at step 12, and train.steps is 3" in capsys.readouterr().out
+    assert (whole.run_dir / "config.toml").read_text() == written
+
+
+def test_a_loss_that_is_not_finite_is_not_saved(corpus, tmp_path):
+    config = runs.config(corpus, optim__learning_rate=1e30, optim__warmup=0)
+    with pytest.raises(UserError, match=r"the loss of step 6 is (nan|inf), and no checkpoint"):
+        zayajax.train(config, tmp_path / "run", show=False)
+
+
+def test_a_single_layer_is_saved_and_resumed(corpus, tmp_path):
+    config = runs.config(corpus, model__layers=1, train__steps=1, checkpoint__every=1)
+    zayajax.train(config, tmp_path / "run", show=False)
+    config = runs.config(corpus, model__layers=1, train__steps=2, checkpoint__every=1)
+    assert zayajax.train(config, tmp_path / "run", resume=True, show=False).step == 2
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from zayajax.config import OptimConfig
 def learning_rate(cfg: OptimConfig) -> optax.Schedule:
     """Step (from 0) to rate: linear warm-up, then a cosine, or a plateau and a linear decay (WSD).
 
-    The first step already moves, and the last step of the horizon has `final_rate * peak`.
+    The first step already moves. The last step of the horizon has `final_rate * peak`, if the
+    warm-up leaves room to get there.
     """
     peak, final, after = cfg.learning_rate, cfg.final_rate, cfg.horizon - cfg.warmup
     warmup = optax.linear_schedule(0.0, peak, max(cfg.warmup, 1))

@@ -9,36 +9,54 @@ from zayajax.errors import UserError
 from zayajax.training import metrics
 
 CONFIG, SAMPLES, REPORT, DATA = "config.toml", "samples.txt", "report.html", "data"
-# All that a run writes; `--fresh` removes these and nothing else. The tokenised text stays.
+# All that a run writes; `clear` removes these and nothing else. The tokenised text stays.
 OWN = (CONFIG, metrics.FILE, SAMPLES, REPORT, CHECKPOINTS, "tensorboard")
+MARK = "# Every setting of this run, written by zayajax.\n"
 
 
 def has_run(folder: Path) -> bool:
+    """Metrics, or a checkpoint, complete or not: other files may be anybody's."""
     checkpoints = folder / CHECKPOINTS
-    return (folder / metrics.FILE).exists() or (checkpoints.is_dir() and any(checkpoints.iterdir()))
+    steps = checkpoints.iterdir() if checkpoints.is_dir() else ()
+    return (folder / metrics.FILE).exists() or any(p.name[:1].isdigit() for p in steps)
 
 
-def prepare(folder: Path, *, resume: bool, fresh: bool) -> None:
-    """Makes the folder ready; UserError where a run is in it and nobody said what to do with it."""
+def check(folder: Path, *, resume: bool, fresh: bool, init_from: Path | None = None) -> None:
+    """UserError where the folder cannot take this run. Changes nothing but to make the folder."""
     if resume and fresh:
         raise UserError("--resume and --fresh contradict each other; name one")
+    if resume and init_from:
+        raise UserError("--init-from starts a new phase; it does not go with --resume")
+    if init_from and not init_from.exists():
+        raise UserError(f"{init_from}: there is nothing to start from (--init-from)")
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder}: is a file; name another folder with --run-dir")
     if has_run(folder) and not (resume or fresh):
         raise UserError(
             f"{folder}: has a run in it; continue it with --resume, or delete it with --fresh"
         )
-    if fresh:
-        for path in map(folder.__truediv__, OWN):
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+    if fresh and init_from and init_from.resolve().is_relative_to(folder.resolve()):
+        raise UserError(f"{init_from}: --fresh would delete it; name another --run-dir")
+    config = folder / CONFIG
+    if config.exists() and not (config.is_file() and config.read_text().startswith(MARK)):
+        raise UserError(f"{config}: was not written by a run; name another folder with --run-dir")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{folder}: cannot be made ({error.strerror})") from None
 
 
+def clear(folder: Path) -> None:
+    """Deletes the run in a folder, if there is one."""
+    if not has_run(folder):
+        return
+    for path in map(folder.__truediv__, OWN):
+        if path.is_dir():  # perhaps a link to a larger disk: what is in it goes, the folder stays
+            for child in path.iterdir():
+                shutil.rmtree(child) if child.is_dir() else child.unlink()
+        else:
+            path.unlink(missing_ok=True)
+
+
 def write_config(folder: Path, config: Config) -> None:
-    (folder / CONFIG).write_text(to_toml(config))
+    (folder / CONFIG).write_text(MARK + to_toml(config))

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import importlib.metadata
+import math
 import time
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from zayajax import checkpoint, weights
+from zayajax import checkpoint, config as configs, weights
 from zayajax.config import Config, to_tree
 from zayajax.data import corpus as corpora, pipeline, tokenizer as tokenizers
 from zayajax.errors import UserError
@@ -64,25 +65,22 @@ def train(
 
     Raises UserError for whatever is wrong with the arguments, before any device work.
     """
-    run_dir = Path(run_dir)
-    folder.prepare(run_dir, resume=resume, fresh=fresh)
-    if resume and init_from:
-        raise UserError("--init-from starts a new phase; it does not go with --resume")
-    if init_from and not Path(init_from).exists():
-        raise UserError(f"{init_from}: there is nothing to start from (--init-from)")
+    run_dir, init_from = Path(run_dir), init_from and Path(init_from)
+    folder.check(run_dir, resume=resume, fresh=fresh, init_from=init_from)
+    config = configs.absolute(config)
     words = tokenizers.load(config.data.tokenizer)
     text = corpora.open_corpus(config.data, words, config.model.vocab, run_dir / folder.DATA)
     emulate(config.mesh.devices)
     mesh = make_mesh(config.mesh.nodes, config.mesh.gpus)
     program = build(config, mesh)
-    saved = checkpoint.Checkpoints(run_dir, config.checkpoint.keep)
-    try:
+    params = init_from and weights.read(init_from, program.state.params)
+    if fresh:  # only now, when nothing is wrong with what was asked for
+        folder.clear(run_dir)
+    with checkpoint.Checkpoints(run_dir, config.checkpoint.keep) as saved:
         run = _Run(config, run_dir, program, words, text, saved, show)
-        run.start(resume, init_from)
+        run.start(resume, params)
         run.steps()
         return run.finish()
-    finally:
-        saved.close()
 
 
 class _Run:
@@ -103,30 +101,37 @@ class _Run:
         self.held_out = pipeline.held_out_batches(*held_out, self.feed.rows) if held_out[0] else []
         self.loss = self.held_out_loss = None
 
-    def start(self, resume: bool, init_from):
-        """Restores or makes the state, and says which."""
+    def start(self, resume: bool, params):
+        """Restores or makes the state, and says which. `params`: weights to start from, or None."""
         self.state, self.step, self.row, self.tokens = None, 0, 0, 0
+        if any(self.text.skipped.values()):
+            left_out = ", ".join(f"{n} {what}" for what, n in self.text.skipped.items() if n)
+            self.say(f"{self.config.data.corpus}: files or lines left out: {left_out}")
         if resume:
-            found = self.saved.restore(self.program.state, self.say)
+            found = self.saved.restore(self.program.state, self.same_run, self.say)
             if found is None:
                 self.say(f"{self.run_dir}: no complete checkpoint, starting at step 0")
             else:
                 self.state, record = found
-                source = self.run_dir / checkpoint.FOLDER / str(record["step"])
-                data = self.text.fingerprint
-                changes = checkpoint.require_compatible(record, self.config, data, source)
-                for change in changes:
-                    self.say(f"changed since the checkpoint: {change}")
                 self.step, self.row, self.tokens = (record[k] for k in ("step", "row", "tokens"))
                 self.say(f"resuming at step {self.step}")
+        # Metrics of a run that goes on are cut back to here; of one that starts over, all of them.
+        self.cut = (self.step if self.state else -1) if resume else None
         if self.state is None:
             self.state = self.program.init(jax.random.key(self.config.train.seed))
-            if init_from:
-                params = weights.read(init_from, self.program.state.params)
+            if params is not None:
                 self.state = dataclasses.replace(self.state, params=params)  # moments stay zero
-        if self.lead:
+        if self.step >= self.config.train.steps:
+            steps = self.config.train.steps
+            self.say(f"nothing to do: at step {self.step}, and train.steps is {steps}")
+        elif self.lead:
             folder.write_config(self.run_dir, self.config)
-        self.resumed = resume
+
+    def same_run(self, record: dict, source: Path):
+        """Refuses the checkpoint of another run, and says what else has changed."""
+        data = self.text.fingerprint
+        for change in checkpoint.require_compatible(record, self.config, data, source):
+            self.say(f"changed since the checkpoint: {change}")
 
     def steps(self) -> TrainState:
         """All training steps that are left, with evaluations and checkpoints on the way."""
@@ -139,9 +144,9 @@ class _Run:
         # Elsewhere the metrics of the step before are fetched, so that the device never waits.
         ahead = 0 if jax.default_backend() == "cpu" else 1
         pending = collections.deque()
-        log = MetricsLog(self.run_dir, self.step if self.resumed else None, enabled=self.lead)
+        log = MetricsLog(self.run_dir, self.cut, enabled=self.lead)
         with log as self.log, Progress(train.steps, self.step, enabled=self.show) as self.progress:
-            if self.step == 0:
+            if self.step == 0 and train.eval_every:
                 self.evaluate()
             self.mark = time.perf_counter()
             while self.step < train.steps:
@@ -209,6 +214,11 @@ class _Run:
         self.mark = time.perf_counter()
 
     def save(self):
+        if not math.isfinite(self.loss):
+            raise UserError(
+                f"the loss of step {self.step} is {self.loss}, and no checkpoint is made of that; "
+                "go on from the last one with a lower optim.learning_rate"
+            )
         record = {"row": self.row, "tokens": self.tokens, "data": self.text.fingerprint}
         record |= {"config": to_tree(self.config), "versions": versions()}
         self.saved.save(self.step, self.state, record)
@@ -227,9 +237,10 @@ class _Run:
 
     def sample(self) -> str:
         """One continuation a device, of the beginnings of held-out documents."""
-        documents = self.text.held_out if len(self.text.held_out) else self.text.train
+        documents = self.text.held_out if self.text.held_out.lengths.any() else self.text.train
         count = self.config.mesh.devices
-        prompts = [documents[i % len(documents)][:PROMPT].tolist() for i in range(count)]
+        some = np.flatnonzero(documents.lengths)  # a tokenizer may make nothing of a text
+        prompts = [documents[int(some[i % len(some)])][:PROMPT].tolist() for i in range(count)]
         by_row = NamedSharding(self.program.batch_sharding.mesh, P(WORLD))
 
         def next_logits(tokens_BS, segments_BS, index_B):

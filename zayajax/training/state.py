@@ -14,7 +14,7 @@ from zayajax.model.zaya import Decoder
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    step: jax.Array  # updates made so far; the next batch starts at row step * batch
+    step: jax.Array  # updates made so far
     params: Decoder  # master weights and balance biases
     opt_state: optax.OptState  # moments, those of the balance biases too
 

@@ -230,8 +230,8 @@ def require_compatible(record: Mapping, config: Config, data: str, source: Path)
     fixed = [c for c in changes if c.startswith(FIXED)]
     if fixed:
         raise UserError(
-            f"{source}: is of another run ({'; '.join(fixed)}); go on with its own config, or "
-            "start over with --fresh"
+            f"{source}: is of another run ({'; '.join(fixed)}); go on with its own "
+            f"{source.parents[1] / 'config.toml'}, or start over with --fresh"
         )
     if record["data"] != data:
         raise UserError(
@@ -262,18 +262,7 @@ def read_weights(path: Path, like: nnx.Module | None = None) -> tuple[Decoder, M
     `like`: an abstract model with shardings, which must be the same model. By default the whole
     model comes to the default device, in the dtypes in which it was stored.
     """
-    path = Path(path).resolve()
-    if (path / FOLDER).is_dir():
-        steps = [int(p.name) for p in (path / FOLDER).iterdir() if p.name.isdigit()]
-        if not steps:
-            raise UserError(f"{path / FOLDER}: has no complete checkpoint yet")
-        path = path / FOLDER / str(max(steps))
-    if not (path / "record").is_dir():
-        raise UserError(f"{path}: is neither a run's folder nor a checkpoint")
-    try:
-        record = _record(path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: is damaged ({_reason(error)})") from None
+    path, record = _found(path)
     config = model_config(record["config"]["model"])
     if like is None:
         like = jax.eval_shape(lambda: Decoder(config, jax.random.key(0)))
@@ -287,6 +276,28 @@ def read_weights(path: Path, like: nnx.Module | None = None) -> tuple[Decoder, M
         raise UserError(
             f"{path}: is damaged ({_reason(error)}); an older one of the run can be named instead"
         ) from None
+
+
+def read_config(path: Path) -> ModelConfig:
+    """The shape of the model that `read_weights` would read."""
+    return model_config(_found(path)[1]["config"]["model"])
+
+
+def _found(path: Path) -> tuple[Path, dict]:
+    """The checkpoint that a path means, and its record."""
+    path = Path(path).resolve()
+    if (path / FOLDER).is_dir():
+        steps = [int(p.name) for p in (path / FOLDER).iterdir() if p.name.isdigit()]
+        if not steps:
+            raise UserError(f"{path / FOLDER}: has no complete checkpoint yet")
+        path = path / FOLDER / str(max(steps))
+    if not (path / "record").is_dir():
+        raise UserError(f"{path}: is neither a run's folder nor a checkpoint")
+    try:
+        record = _record(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: is damaged ({_reason(error)})") from None
+    return path, record
 
 
 def _read(path: Path, like, accept: Callable):

@@ -13,6 +13,13 @@ OF_THE_MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EA
 OF_THE_MACHINE |= {errno.EISDIR, errno.ENOTDIR}
 
 
+ABOUT = "Trains, samples and converts ZAYA mixture-of-experts models, and reports on runs."
+SKIPS = ("identity", "zero")
+SKIP_HELP = (
+    "of transformers' weights: what a token that skips its expert adds, p * h or (as there) 0"
+)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs a command; 0 is success, 2 a user's mistake, said in one sentence on standard error."""
     argv = sys.argv[1:] if argv is None else argv
@@ -36,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="zayajax", description=__doc__.splitlines()[0])
+    parser = _Parser(prog="zayajax", description=ABOUT)
     parser.add_argument("--version", action="version", version=f"zayajax {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -59,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--tokens", type=int, default=200, help="new tokens [200]")
     generate.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest [0.8]")
     generate.add_argument("--seed", type=int, default=0)
+    generate.add_argument("--skip", choices=SKIPS, default="identity", help=SKIP_HELP)
     generate.add_argument("--tokenizer", help="'bytes' or a tokenizer.json [the model's own]")
     generate.set_defaults(run=_generate)
 
@@ -67,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     from_hf = ways.add_parser("from-hf", help="transformers' folder to a zayajax checkpoint")
     from_hf.add_argument("source", type=Path)
     from_hf.add_argument("destination", type=Path)
+    from_hf.add_argument("--skip", choices=SKIPS, default="identity", help=SKIP_HELP)
     from_hf.set_defaults(run=_from_hf)
     to_hf = ways.add_parser("to-hf", help="a run or checkpoint to transformers' folder")
     to_hf.add_argument("source", type=Path)
@@ -100,6 +109,8 @@ def _take_overrides(argv: list[str]) -> tuple[list[str], dict[str, str]]:
     for word in words:
         key, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or "." not in key:
+            if word.startswith("--") and (meant := configs.named(key)):
+                raise UserError(f"{word}: unknown argument; did you mean --{meant}?")
             left.append(word)
             continue
         if not equals and (value := next(words, None)) is None:
@@ -125,7 +136,7 @@ def _generate(args):
     from zayajax import generate, weights
     from zayajax.data import tokenizer
 
-    model = weights.read(args.model)
+    model = weights.read(args.model, skip=args.skip)
     words = tokenizer.load(args.tokenizer or weights.tokenizer_of(args.model))
     prompt = words.encode(args.prompt).tolist()
     prompt = ([] if words.bos is None else [words.bos]) + prompt
@@ -143,13 +154,13 @@ def _generate(args):
 def _from_hf(args):
     from zayajax import weights
 
-    weights.from_hf(args.source, args.destination)
+    print(weights.from_hf(args.source, args.destination, args.skip))
 
 
 def _to_hf(args):
     from zayajax import weights
 
-    weights.to_hf(args.source, args.destination, args.layout)
+    print(weights.to_hf(args.source, args.destination, args.layout))
 
 
 def _check(args):

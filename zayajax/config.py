@@ -273,6 +273,10 @@ def load(path, overrides: Mapping[str, str] | None = None) -> Config:
         text = path.read_text()
     except FileNotFoundError:
         raise UserError(f"{path}: there is no such config file") from None
+    except IsADirectoryError:
+        raise UserError(
+            f"{path}: is a folder; name a config, such as that of a run, in it"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read as a config ({error})") from None
     try:
@@ -294,8 +298,21 @@ def load(path, overrides: Mapping[str, str] | None = None) -> Config:
     except ConfigError as error:
         if error.key in overrides:
             raise UserError(f"--{error}") from None
+        if overrides and _is_valid(
+            text
+        ):  # two keys that do not go together, one of them given here
+            given = " ".join(f"--{key} {value}" for key, value in overrides.items())
+            raise UserError(f"{path} with {given}: {error}") from None
         line = _line(text, error.key)
         raise UserError(f"{path}{f', line {line}' if line else ''}: {error}") from None
+
+
+def _is_valid(text: str) -> bool:
+    try:
+        build(tomllib.loads(text))
+    except ConfigError:
+        return False
+    return True
 
 
 def build(tree: Mapping) -> Config:
@@ -319,6 +336,12 @@ def absolute(config: Config) -> Config:
     return dataclasses.replace(config, data=data)
 
 
+def changes(old: ModelConfig, new: ModelConfig) -> list[str]:
+    """What differs, in words."""
+    pairs = ((f.name, getattr(old, f.name), getattr(new, f.name)) for f in dataclasses.fields(new))
+    return [f"{name} was {a!r} and is {b!r}" for name, a, b in pairs if a != b]
+
+
 def model_config(values: Mapping) -> ModelConfig:
     """A `ModelConfig` from plain values, as a checkpoint keeps them."""
     return _section("model", ModelConfig, values)
@@ -327,6 +350,11 @@ def model_config(values: Mapping) -> ModelConfig:
 def to_tree(config: Config) -> dict:
     """Nested plain values, every default written out; `build` is its inverse."""
     return dataclasses.asdict(config)
+
+
+def named(name: str) -> str | None:
+    """The key of that name, in whichever section it is."""
+    return next((key for key in keys() if key.rpartition(".")[2] == name), None)
 
 
 def to_toml(config: Config) -> str:
@@ -342,7 +370,7 @@ def describe() -> str:
     rows = []
     for section, cls in sections().items():
         for f in dataclasses.fields(cls):
-            default = "required" if f.default is REQUIRED else _toml(f.default)
+            default = "set by CONFIG" if f.default is REQUIRED else _toml(f.default)
             choices = f.metadata["choices"]
             extra = f" ({' | '.join(map(str, choices))})" if choices else ""
             rows.append(f"  --{section}.{f.name:<20} {f.metadata['help']}{extra} [{default}]")

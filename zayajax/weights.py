@@ -5,6 +5,7 @@ from pathlib import Path
 import jax
 
 from zayajax import checkpoint, config as configs, hf
+from zayajax.config import ModelConfig
 from zayajax.errors import UserError
 from zayajax.model.zaya import Decoder
 
@@ -16,8 +17,8 @@ def is_hf(path: Path) -> bool:
     return (Path(path) / "config.json").is_file()
 
 
-def read(path, like: Decoder | None = None) -> Decoder:
-    """The model at `path`, of whichever kind.
+def read(path, like: Decoder | None = None, skip: str = "identity") -> Decoder:
+    """The model at `path`, of whichever kind. `skip`: for transformers' folders, which name none.
 
     `like`: an abstract model with dtypes and shardings, which must be the same model (UserError,
     naming what differs); by default it comes to one device in the dtypes it is stored in.
@@ -28,7 +29,7 @@ def read(path, like: Decoder | None = None) -> Decoder:
     if not is_hf(path):
         return checkpoint.read_weights(path, like)[0]
     if like is None:
-        return hf.load(path, hf.dtype(path))
+        return hf.load(path, hf.dtype(path), skip)
     sharding = like.embed.get_value().sharding
     mesh = sharding.mesh if isinstance(sharding, jax.sharding.NamedSharding) else None
     arrays = checkpoint.to_arrays(hf.load(path, like.embed.dtype.name, mesh=mesh))
@@ -37,16 +38,22 @@ def read(path, like: Decoder | None = None) -> Decoder:
     return checkpoint.from_arrays(like, arrays)
 
 
-def from_hf(source, destination) -> None:
-    """A checkpoint of our own from transformers' folder, with all that travels along."""
+def config_of(path) -> ModelConfig:
+    """The shape of the model at `path`, without its weights."""
+    return hf.config(path) if is_hf(path) else checkpoint.read_config(Path(path))
+
+
+def from_hf(source, destination, skip: str = "identity") -> str:
+    """A checkpoint of our own from transformers' folder, with all that travels along; a summary."""
     source, destination = Path(source), Path(destination)
-    model = hf.load(source, hf.dtype(source))
+    model = hf.load(source, hf.dtype(source), skip)
     checkpoint.save_weights(destination, model, model.cfg)
     hf.keep_companions(source, destination / COMPANIONS)
+    return f"{destination}: {_size(model):,} numbers, start from them with --init-from"
 
 
-def to_hf(source, destination, layout: str = "native") -> None:
-    """transformers' folder from a run or a checkpoint."""
+def to_hf(source, destination, layout: str = "native") -> str:
+    """transformers' folder from a run or a checkpoint; a summary."""
     source, destination = Path(source), Path(destination)
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise UserError(f"{destination}: is there already and not empty; name a new folder")
@@ -54,6 +61,11 @@ def to_hf(source, destination, layout: str = "native") -> None:
     if not companions.is_dir():
         companions = tokenizer_folder(source)
     hf.save(model, destination, layout, source=companions)
+    return f"{destination}: {_size(model):,} numbers in the {layout} layout"
+
+
+def _size(model: Decoder) -> int:
+    return sum(x.size for x in jax.tree.leaves(model))
 
 
 def tokenizer_of(path) -> str:

@@ -253,7 +253,7 @@ def test_scan_equals_a_loop_over_layers():
 
 @pytest.mark.parametrize("t0, t1", [(1, 1), (2, 2), (1, 3), (4, 2), (3, 4)])
 def test_convolutions_stand_behind_one_padding_for_both(t0, t1):
-    """zaya.md: padded once by t0 - 1 + t1 - 1, then two VALID cross-correlations."""
+    """As in transformers: padded once by t0 - 1 + t1 - 1, then two VALID cross-correlations."""
     cfg = small_model(cca_time0=t0, cca_time1=t1, heads=2, kv_heads=1, layers=1)
     cca: CCA = jax.tree.map(lambda w: w[0], random_model(cfg).layers.attn)
     n, (J, K) = 6, cca.depthwise_bias.shape

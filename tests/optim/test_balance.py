@@ -43,7 +43,7 @@ def test_counts_that_bfloat16_would_confuse_keep_their_sign():
 
 
 def test_the_bias_falls_where_there_is_too_much_and_rises_where_too_little():
-    """zaya.md: AdamW, rate 1e-3, betas 0.9 and 0.999, no decay; the skip class stays."""
+    """AdamW, rate 1e-3, betas 0.9 and 0.999, no decay; the skip class stays."""
     cfg = small_config(optim__weight_decay=0.5).optim
     tx, rng = balance.transform(cfg), np.random.default_rng(0)
     bias = jnp.zeros((L, E + 1)).at[:, E].set(-1.0)

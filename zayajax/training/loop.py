@@ -74,10 +74,13 @@ def train(
     mesh = make_mesh(config.mesh.nodes, config.mesh.gpus)
     program = build(config, mesh)
     params = init_from and weights.read(init_from, program.state.params)
+    changes = init_from and configs.changes(weights.config_of(init_from), config.model)
     if fresh:  # only now, when nothing is wrong with what was asked for
         folder.clear(run_dir)
     with checkpoint.Checkpoints(run_dir, config.checkpoint.keep) as saved:
         run = _Run(config, run_dir, program, words, text, saved, show)
+        for change in changes or ():
+            run.say(f"other than where the weights come from: model.{change}")
         run.start(resume, params)
         run.steps()
         return run.finish()
@@ -104,6 +107,11 @@ class _Run:
     def start(self, resume: bool, params):
         """Restores or makes the state, and says which. `params`: weights to start from, or None."""
         self.state, self.step, self.row, self.tokens = None, 0, 0, 0
+        train, held_out = self.text.train, self.text.held_out
+        self.say(
+            f"text: {len(train):,} documents of {int(train.lengths.sum()):,} tokens, "
+            f"and {len(held_out):,} held out"
+        )
         if any(self.text.skipped.values()):
             left_out = ", ".join(f"{n} {what}" for what, n in self.text.skipped.items() if n)
             self.say(f"{self.config.data.corpus}: files or lines left out: {left_out}")

@@ -63,7 +63,7 @@ MISTAKES = {
     "vocabulary": (["--model.vocab", "100"], "model.vocab"),
     "no tokenizer": (["--data.tokenizer", "/nowhere.json"], "/nowhere.json"),
     "no value": (["--train.steps="], "must be a whole number"),
-    "no key": (["--steps", "3"], "unrecognized arguments: --steps"),
+    "no key": (["--steps", "3"], "--steps: unknown argument; did you mean --train.steps?"),
     "cut short": (["--resum"], "unrecognized arguments: --resum"),
 }
 

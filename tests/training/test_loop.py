@@ -215,6 +215,14 @@ def test_changed_text_is_refused(whole, tmp_path):
         shutil.copy(backup / "000.txt", corpus)
 
 
+def test_a_new_phase_says_what_differs(corpus, whole, tmp_path, capsys):
+    config = runs.config(corpus, train__steps=1, train__sample_tokens=0, model__rope_theta=5e6)
+    zayajax.train(config, tmp_path / "run", init_from=whole.run_dir)
+    said = capsys.readouterr().out
+    assert "model.rope_theta was 1000000.0 and is 5000000.0" in said
+    assert "text: " in said and "held out" in said
+
+
 def test_a_new_phase_starts_from_weights(corpus, whole, tmp_path):
     config = runs.config(corpus, train__steps=1, optim__learning_rate=1e-30)
     phase = zayajax.train(config, tmp_path / "run", init_from=whole.run_dir, show=False)

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from zayajax import config
-from zayajax.config import Config, ModelConfig
 from zayajax.mesh import by_path, map_params
 from zayajax.model.common import Balance
 from zayajax.model.zaya import Decoder
+from zayajax.settings import Config, ModelConfig
 
 SMALL = dict(
     vocab=48,

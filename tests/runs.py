@@ -4,7 +4,8 @@ import json
 import random
 from pathlib import Path
 
-from zayajax.config import Config, build
+from zayajax.config import build
+from zayajax.settings import Config
 
 TREE = {
     "model": {

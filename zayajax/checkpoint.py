@@ -20,10 +20,11 @@ import jax
 import orbax.checkpoint as ocp
 from flax import nnx
 
-from zayajax.config import Config, ModelConfig, model_config, to_tree
+from zayajax.config import model_config, to_tree
 from zayajax.errors import UserError
 from zayajax.mesh import is_param
 from zayajax.model.zaya import Decoder
+from zayajax.settings import Config, ModelConfig
 
 FORMAT = 1
 FOLDER = "checkpoints"

@@ -5,9 +5,9 @@ from pathlib import Path
 import jax
 
 from zayajax import checkpoint, config as configs, hf
-from zayajax.config import ModelConfig
 from zayajax.errors import UserError
 from zayajax.model.zaya import Decoder
+from zayajax.settings import ModelConfig
 
 # Beside the weights in a folder made by `from_hf`: what came with them and is not ours to change.
 COMPANIONS = "hf"

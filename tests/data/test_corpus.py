@@ -8,9 +8,9 @@ import pytest
 import tokenizers
 from hypothesis import given, settings, strategies as st
 
-from zayajax.config import DataConfig
 from zayajax.data import corpus as corpora, sources, tokenizer
 from zayajax.errors import UserError
+from zayajax.settings import DataConfig
 
 BYTES = tokenizer.load("bytes")
 

@@ -6,9 +6,9 @@ import parity_tools
 import pytest
 
 from zayajax import hf
-from zayajax.config import ModelConfig
 from zayajax.errors import UserError
 from zayajax.hf import configuration
+from zayajax.settings import ModelConfig
 
 ROPE = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
 

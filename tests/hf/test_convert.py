@@ -12,11 +12,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from zayajax import hf
-from zayajax.config import ModelConfig
 from zayajax.errors import UserError
 from zayajax.hf import convert, files, names
 from zayajax.mesh import by_path, is_param, make_mesh, stored_specs
 from zayajax.model.zaya import Decoder
+from zayajax.settings import ModelConfig
 
 FIXTURES, NAMES = parity_tools.FIXTURES, parity_tools.NAMES
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

@@ -24,6 +24,7 @@ from zayajax.model.cca import CCA
 from zayajax.model.common import Packing, rms_norm
 from zayajax.model.router import Router
 from zayajax.model.zaya import Decoder
+from zayajax.settings import ModelConfig
 from zayajax.training import step
 
 # Untied: the gradient of a row of the embedding then says whether its token was looked at.
@@ -441,7 +442,7 @@ def test_zaya1_8b_has_exactly_its_parameters():
     assert sum(v.size for v in by_path(model).values()) == 8_840_489_464
 
 
-ZAYA1_8B = config.ModelConfig(
+ZAYA1_8B = ModelConfig(
     vocab=262_272,
     layers=40,
     hidden=2048,

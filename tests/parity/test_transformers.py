@@ -14,11 +14,11 @@ import parity_tools
 import pytest
 
 from zayajax import hf
-from zayajax.config import ModelConfig
 from zayajax.hf import files
 from zayajax.hf.compare import forward
 from zayajax.mesh import by_path, is_param
 from zayajax.model.zaya import Decoder
+from zayajax.settings import ModelConfig
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

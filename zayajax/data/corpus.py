@@ -20,10 +20,10 @@ from pathlib import Path
 
 import numpy as np
 
-from zayajax.config import DataConfig
 from zayajax.data import sources
 from zayajax.data.tokenizer import Tokenizer
 from zayajax.errors import UserError
+from zayajax.settings import DataConfig
 
 FORMAT = 1
 

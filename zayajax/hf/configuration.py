@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zayajax.config import ModelConfig
 from zayajax.errors import UserError
+from zayajax.settings import ModelConfig
 
 FULL, SLIDING = KINDS = ("hybrid", "hybrid_sliding")
 

@@ -17,13 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from zayajax.config import DTYPES, ModelConfig
 from zayajax.errors import UserError
 from zayajax.hf import configuration, files
 from zayajax.hf.compare import Check, compare, read_reference
 from zayajax.hf.names import LAYOUTS, Tensor, sizes, tensors
 from zayajax.mesh import by_path, is_param, stored_specs
 from zayajax.model.zaya import Decoder
+from zayajax.settings import DTYPES, ModelConfig
 
 __all__ = ["Check", "check", "config", "dtype", "keep_companions", "load", "save"]
 

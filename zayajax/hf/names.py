@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zayajax.config import ModelConfig
+from zayajax.settings import ModelConfig
 
 LAYOUTS = ("native", "legacy")
 

@@ -10,8 +10,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from zayajax.attention import local
-from zayajax.config import ModelConfig
 from zayajax.model.common import Packing, einsum32, rotate, vector, weight
+from zayajax.settings import ModelConfig
 
 # The smallest length that q and k are divided by: float32's epsilon, as in transformers.
 TINY = 1.1920929e-07

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from zayajax.config import ModelConfig
 from zayajax.exchange import shift
+from zayajax.settings import ModelConfig
 
 einsum32 = partial(jnp.einsum, preferred_element_type=jnp.float32)
 

@@ -13,9 +13,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from zayajax import exchange
-from zayajax.config import ModelConfig
 from zayajax.kernels.grouped_matmul import grouped_matmul
 from zayajax.model.common import weight
+from zayajax.settings import ModelConfig
 
 
 class Experts(nnx.Module):

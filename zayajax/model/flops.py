@@ -4,7 +4,7 @@ A product of an m x n matrix with a vector is 2mn operations; the backward pass 
 forward one; recomputation does not count.
 """
 
-from zayajax.config import ModelConfig
+from zayajax.settings import ModelConfig
 
 
 def weights_in_use(cfg: ModelConfig) -> int:

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from zayajax.config import ModelConfig
 from zayajax.model.common import Balance, rms_norm, vector, weight
+from zayajax.settings import ModelConfig
 
 
 class Router(nnx.Module):

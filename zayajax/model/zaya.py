@@ -16,13 +16,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from zayajax.config import ModelConfig
 from zayajax.mesh import LOCAL, Layout
 from zayajax.model import head
 from zayajax.model.cca import CCA
 from zayajax.model.common import Packing, ResidualScale, precision, rms_norm, vector, weight
 from zayajax.model.experts import Experts
 from zayajax.model.router import Router
+from zayajax.settings import ModelConfig
 
 REMAT = {
     "none": None,

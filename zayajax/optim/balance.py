@@ -6,7 +6,7 @@ Shape letters: L layers, E experts, C = E + 1 classes, the skip class last.
 import jax.numpy as jnp
 import optax
 
-from zayajax.config import OptimConfig
+from zayajax.settings import OptimConfig
 
 
 def transform(cfg: OptimConfig) -> optax.GradientTransformation:

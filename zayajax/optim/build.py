@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zayajax.config import OptimConfig
 from zayajax.mesh import by_path, is_param
 from zayajax.model.common import Balance
 from zayajax.optim import balance
 from zayajax.optim.schedule import learning_rate
+from zayajax.settings import OptimConfig
 
 
 def build(cfg: OptimConfig) -> optax.GradientTransformation:

@@ -2,7 +2,7 @@
 
 import optax
 
-from zayajax.config import OptimConfig
+from zayajax.settings import OptimConfig
 
 
 def learning_rate(cfg: OptimConfig) -> optax.Schedule:

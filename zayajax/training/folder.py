@@ -4,8 +4,9 @@ import shutil
 from pathlib import Path
 
 from zayajax.checkpoint import FOLDER as CHECKPOINTS
-from zayajax.config import Config, to_toml
+from zayajax.config import to_toml
 from zayajax.errors import UserError
+from zayajax.settings import Config
 from zayajax.training import metrics
 
 CONFIG, SAMPLES, REPORT, DATA = "config.toml", "samples.txt", "report.html", "data"

@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from zayajax import checkpoint, config as configs, weights
-from zayajax.config import Config, to_tree
+from zayajax.config import to_tree
 from zayajax.data import corpus as corpora, pipeline, tokenizer as tokenizers
 from zayajax.errors import UserError
 from zayajax.generate import decode
@@ -22,6 +22,7 @@ from zayajax.mesh import WORLD, emulate, make_mesh
 from zayajax.model.flops import train_flops_per_token
 from zayajax.optim.schedule import learning_rate
 from zayajax.report import write_report
+from zayajax.settings import Config
 from zayajax.training import folder
 from zayajax.training.display import Progress
 from zayajax.training.feed import Feed

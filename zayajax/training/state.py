@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zayajax.config import Config
 from zayajax.mesh import by_path, map_params
 from zayajax.model.zaya import Decoder
+from zayajax.settings import Config
 
 
 @jax.tree_util.register_dataclass

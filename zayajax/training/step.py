@@ -15,7 +15,6 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from zayajax import optim
-from zayajax.config import Config
 from zayajax.mesh import (
     LAYOUTS,
     LOCAL,
@@ -32,6 +31,7 @@ from zayajax.model import head
 from zayajax.model.common import precision
 from zayajax.model.zaya import Decoder
 from zayajax.optim import balance
+from zayajax.settings import Config
 from zayajax.training.state import TrainState, init_state
 
 

@@ -60,14 +60,14 @@ def program(mesh_shape, buckets):
     where = places(experts, mesh, layout)
 
     def run(experts, x_TD, d_TD, choice_T):
-        used = gather(experts, where, layout, "float32")
+        used = gather(experts, where, "float32")
         y_TD, back = jax.vjp(lambda w, x: w(x, choice_T, layout.expert, buckets), used, x_TD)
         grads, d_x_TD = back(d_TD)
         R = jax.lax.axis_size(layout.expert) if layout.expert else 1
         rooms = exchange.capacities(x_TD.shape[0], R, buckets)
         bucket = exchange.route(choice_T, E // R, layout.expert, rooms).bucket
         bucket = jnp.zeros_like(choice_T, shape=1) + bucket
-        return y_TD, d_x_TD, scatter(grads, where, layout), bucket
+        return y_TD, d_x_TD, scatter(grads, where), bucket
 
     if mesh is None:
         return jax.jit(run)

@@ -104,7 +104,7 @@ def test_gather_then_scatter_sums_what_each_device_had(shape):
     where = places(params, mesh, PRETRAIN)
 
     def there_and_back(params):
-        back = scatter(gather(params, where, PRETRAIN, "float32"), where, PRETRAIN)
+        back = scatter(gather(params, where, "float32"), where)
         return back, global_norm(params, where)
 
     specs = m.stored_specs(params, mesh)
@@ -122,7 +122,7 @@ def test_gathered_weights_are_the_whole_ones_in_the_right_order(shape):
     where = places(params, mesh, PRETRAIN)
 
     def first_and_all(params):
-        used = gather(params, where, PRETRAIN, "bfloat16")
+        used = gather(params, where, "bfloat16")
         return jax.tree.map(lambda x: x[None, None], used)
 
     got = jax.block_until_ready(on_mesh(first_and_all, mesh, params, P(*m.WORLD)))
@@ -143,9 +143,9 @@ def test_gathered_weights_are_the_whole_ones_in_the_right_order(shape):
 def test_without_a_mesh_gather_only_casts():
     params = random_model(CFG)
     where = places(params, None, LOCAL)
-    used = gather(params, where, LOCAL, "bfloat16")
+    used = gather(params, where, "bfloat16")
     assert used.embed.dtype == jnp.bfloat16 and used.layers.router.fc1.dtype == jnp.float32
-    back = scatter(used, where, LOCAL)
+    back = scatter(used, where)
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(back))
     assert_close(back, params, 1e-2)
 

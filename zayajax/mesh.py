@@ -166,7 +166,7 @@ def places(params, mesh: Mesh | None, layout: Layout, zero: int = 1):
 
 
 @jax.named_scope("gather")
-def gather(tree, where, layout: Layout, dtype, *, in_layer: bool = False):
+def gather(tree, where, dtype, *, in_layer: bool = False):
     """Stored shards to the weights that the model computes with, in the compute dtype.
 
     Takes the parameters whose `Place.in_layer` is the one asked for and leaves the others alone.
@@ -189,7 +189,7 @@ def gather(tree, where, layout: Layout, dtype, *, in_layer: bool = False):
 
 
 @jax.named_scope("scatter")
-def scatter(grads, where, layout: Layout, dtype=jnp.float32, *, in_layer: bool = False):
+def scatter(grads, where, dtype=jnp.float32, *, in_layer: bool = False):
     """The transpose of `gather`: gradients of each device to stored shards, in float32.
 
     They travel in `dtype`. First inside the node, then along the rail; whatever is whole on every
@@ -222,18 +222,18 @@ def _psum_together(arrays: dict, axis: str) -> dict:
     return {i: part.reshape(x.shape) for (i, x), part in zip(arrays.items(), parts, strict=True)}
 
 
-def layer_gather(where, layout: Layout, dtype, reduce_dtype) -> Callable:
+def layer_gather(where, dtype, reduce_dtype) -> Callable:
     """`gather` for one layer inside the loop (zero 3), whose gradient is `scatter`."""
 
     @jax.custom_vjp
     def fetch(block):
-        return gather(block, where, layout, dtype, in_layer=True)
+        return gather(block, where, dtype, in_layer=True)
 
     def forward(block):
         return fetch(block), block
 
     def backward(block, grads):
-        grads = scatter(grads, where, layout, reduce_dtype, in_layer=True)
+        grads = scatter(grads, where, reduce_dtype, in_layer=True)
         return (map_params(lambda g, v: g.replace(g[...].astype(v[...].dtype)), grads, block),)
 
     fetch.defvjp(forward, backward)

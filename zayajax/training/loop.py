@@ -20,7 +20,6 @@ from zayajax.generate import decode
 from zayajax.machine import peak_flops
 from zayajax.mesh import WORLD, emulate, make_mesh
 from zayajax.model.flops import train_flops_per_token
-from zayajax.optim.schedule import learning_rate
 from zayajax.report import write_report
 from zayajax.settings import Config
 from zayajax.training import folder
@@ -97,7 +96,6 @@ class _Run:
         self.show = show and self.lead
         train = config.train
         self.feed = Feed(program.batch_sharding, train.batch, train.sequence)
-        self.rate = learning_rate(config.optim)
         self.flops = train_flops_per_token(config.model, train.sequence)
         peak = peak_flops(jax.devices()[0].device_kind)
         self.peak = peak and peak * config.mesh.devices
@@ -199,7 +197,7 @@ class _Run:
             "tokens_per_second": rate,
             "mfu": rate * self.flops / self.peak if self.peak else None,
             "step_seconds": seconds,
-            "learning_rate": float(self.rate(step - 1)),
+            "learning_rate": float(metrics["learning_rate"]),
             "grad_norm": float(metrics["grad_norm"]),
             **loads,
         }

@@ -31,6 +31,7 @@ from zayajax.model import head
 from zayajax.model.common import precision
 from zayajax.model.zaya import Decoder
 from zayajax.optim import balance
+from zayajax.optim.schedule import learning_rate
 from zayajax.settings import Config
 from zayajax.training.state import TrainState, init_state
 
@@ -58,11 +59,11 @@ class Setting(NamedTuple):
 def usable(params: Decoder, at: Setting):
     """The weights as the model uses them, and what fetches a layer's inside the loop."""
     train = at.config.train
-    model = gather(params, at.where, at.layout, train.compute_dtype)
+    model = gather(params, at.where, train.compute_dtype)
     if at.config.mesh.zero == 1:
         return model, lambda block: block
     where = at.where.layers
-    return model, layer_gather(where, at.layout, train.compute_dtype, train.reduce_dtype)
+    return model, layer_gather(where, train.compute_dtype, train.reduce_dtype)
 
 
 def loss_sums(model: Decoder, fetch, batch, at: Setting):
@@ -97,7 +98,7 @@ def train_step(state: TrainState, batch, *, at: Setting):
     with jax.named_scope("metrics"):
         sums = total(jax.tree.map(lambda x: x.sum(0), sums), at.layout.tokens)
     weight = jnp.where(sums["weight"] > 0, sums["weight"], 1)
-    grads = scatter(grads, at.where, at.layout, cfg.train.reduce_dtype)
+    grads = scatter(grads, at.where, cfg.train.reduce_dtype)
     grads = jax.tree.map(lambda g: g / weight, grads)
     norm = global_norm(grads, at.where)
     grads = jax.tree.map(lambda g: g * jnp.minimum(1, cfg.optim.clip / norm), grads)
@@ -107,6 +108,7 @@ def train_step(state: TrainState, batch, *, at: Setting):
 
     params, opt_state = optim.apply(at.tx, grads, state.opt_state, state.params)
     metrics = sums | {"loss": sums["loss"] / weight, "grad_norm": norm}
+    metrics["learning_rate"] = learning_rate(cfg.optim)(state.step)
     return TrainState(state.step + 1, params, opt_state), metrics
 
 

@@ -30,7 +30,7 @@ def test_any_string_survives(text, tmp_path):
 
 
 def test_there_are_few_settings_and_each_is_described():
-    assert len(configs.keys()) < 60
+    assert len(configs.keys()) < 65
     for key in configs.keys():
         assert f"--{key} " in configs.describe()
 
@@ -55,7 +55,7 @@ MISTAKES = {
     "model.layers": ("-1", "must be positive"),
     "model.skip": ("one", 'must be one of "identity", "zero"'),
     "model.tied_head": ("1", "must be true or false"),
-    "mesh.layout": ("ring", 'must be one of "pretrain"'),
+    "mesh.layout": ("decode", 'must be one of "pretrain", "context"'),
     "mesh.zero": ("2", "must be one of 1, 3"),
     "mesh.gpus": ("3", "with --mesh.gpus 3: model.experts: 8 experts do not divide"),
     "mesh.nodes": ("0", "must be positive"),
@@ -74,6 +74,75 @@ def test_a_mistake_on_the_command_line_is_named(key):
         configs.load(TINY, {key: value})
     assert reason in str(error.value)
     assert key.split(".")[1] in str(error.value)
+
+
+WIDE = {"mesh.nodes": "2", "mesh.layout": "context-wide"}
+SPLIT_ROWS = [
+    ({"mesh.layout": "context", "train.sequence": "120"}, r"two chunks for each of 8 .* of 16$"),
+    (WIDE | {"train.sequence": "112"}, r"each of 16 devices .* use a multiple of 32$"),
+    (WIDE | {"train.sequence": "32"}, r"chunks of 1 tokens are .* the 2 that .* at least 64$"),
+    ({"mesh.layout": "context", "model.cca_time1": "9"}, r"chunks of 8 tokens .* the 9 that"),
+    ({"mesh.nodes": "3", "mesh.layout": "context"}, r"8 sequences do not divide over 3 nodes; use"),
+    (
+        {"mesh.attention": "ring"},
+        r"is 'ring', but layout 'pretrain' splits no sequence here; leave",
+    ),
+    ({"mesh.layout": "context", "mesh.gpus": "1", "mesh.attention": "ring"}, "splits no sequence"),
+    (WIDE | {"train.micro_batches": "3"}, r"8 sequences do not divide in 3 micro-batches .* of 3$"),
+    ({"mesh.gpus": "1", "mesh.exchange": "ragged"}, r"is 'ragged', but on one GPU a node no token"),
+]
+
+
+@pytest.mark.parametrize(("changes", "reason"), SPLIT_ROWS)
+def test_a_row_is_split_into_whole_chunks_or_refused(changes, reason):
+    with pytest.raises(UserError, match=reason):
+        configs.load(TINY, changes)
+
+
+def test_rows_that_are_split_need_not_divide_over_all_devices():
+    for changes in ({"mesh.layout": "context", "train.batch": "1"}, WIDE | {"train.batch": "1"}):
+        configs.load(TINY, changes)
+    with pytest.raises(UserError, match="do not divide over 8 devices"):
+        configs.load(TINY, {"train.batch": "1"})
+
+
+DEGREES = {
+    ("mesh.expert_parallel", "2"): ("64 of the node's 448 GB/s", "experts span mesh.gpus"),
+    ("mesh.context_parallel", "4"): ("192 of the node's 448", 'layout = "context" splits'),
+    ("mesh.ep", "2"): ("64 of the node's 448 GB/s", 'mesh.layout = "pretrain"'),
+    ("mesh.tp", "4"): ("192 of the node's 448", "no tensor parallelism"),
+    ("mesh.expert_model_parallel_size", "8"): ("the whole node, as every group is", "pretrain"),
+    ("mesh.context_parallel_degree", "16"): ("more than a node", "context-wide"),
+    ("mesh.ici_expert_parallelism", "-1"): ("mesh.gpus", "pretrain"),
+    ("mesh.dcn_data_parallelism", "2"): ("mesh.nodes is the number of nodes",),
+    ("mesh.sequence_parallel", "true"): ("all of it (mesh.gpus) or one GPU", "context"),
+    ("mesh.data_parallel_shard_degree", "4"): ("192 of the node's 448", "stored weights"),
+    ("mesh.virtual_pipeline_model_parallel_size", "2"): ("no pipeline stages",),
+    ("parallelism.tensor_parallel_degree", "2"): ("64 of the node's 448 GB/s",),
+}
+
+
+@pytest.mark.parametrize(("key", "value"), DEGREES)
+def test_a_degree_is_refused_with_the_reason(key, value, tmp_path):
+    with pytest.raises(UserError, match=r"^[^\n]+$") as error:
+        configs.load(TINY, {key: value})
+    assert str(error.value).startswith(f"--{key}: ") and "unknown" not in str(error.value)
+    section, name = key.split(".")
+    head, _, tail = TINY.read_text().partition("[mesh]\n")
+    lines = [*head.splitlines(), f"[{section}]", f"{name} = {value}"]
+    path = tmp_path / "degree.toml"
+    path.write_text("\n".join([*lines, "" if section == "mesh" else "[mesh]", tail]))
+    with pytest.raises(UserError) as in_file:
+        configs.load(path)
+    assert str(in_file.value).startswith(f"{path}, line {len(lines)}: {key}: ")
+    for reason in DEGREES[key, value]:
+        assert reason in str(error.value) and reason in str(in_file.value)
+
+
+@pytest.mark.parametrize("key", ["mesh.experts", "mesh.sequence", "model.kv_head", "mesh.gpu"])
+def test_what_only_looks_like_a_degree_keeps_its_nearest_key(key):
+    with pytest.raises(UserError, match="unknown key; did you mean"):
+        configs.load(TINY, {key: "2"})
 
 
 def test_a_mistake_in_the_file_has_its_line(tmp_path):

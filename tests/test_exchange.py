@@ -1,3 +1,4 @@
+import dataclasses
 from functools import cache, partial
 
 import jax
@@ -7,11 +8,13 @@ import pytest
 from batches import assert_close, small_model
 from flax import nnx
 from hypothesis import given, settings, strategies as st
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 
 from zayajax import exchange
-from zayajax.mesh import LOCAL, PRETRAIN, WORLD, gather, make_mesh, places, scatter, stored_specs
+from zayajax.layout import LOCAL, PRETRAIN, WORLD
+from zayajax.mesh import gather, make_mesh, places, scatter, stored_specs
 from zayajax.model.experts import Experts
+from zayajax.planning.trace import collectives
 
 CFG = small_model(layers=1)
 E, D = CFG.experts, CFG.hidden
@@ -53,20 +56,22 @@ def weights():
 
 
 @cache
-def program(mesh_shape, buckets):
+def program(mesh_shape, buckets, way="even"):
     """(experts, x, d_y, choice) -> y, gradients of x and of the experts, bucket of each device."""
     mesh, layout = (make_mesh(*mesh_shape), PRETRAIN) if mesh_shape else (None, LOCAL)
+    layout = dataclasses.replace(layout, exchange=way)
     experts = weights()[0]
     where = places(experts, mesh, layout)
 
     def run(experts, x_TD, d_TD, choice_T):
         used = gather(experts, where, "float32")
-        y_TD, back = jax.vjp(lambda w, x: w(x, choice_T, layout.expert, buckets), used, x_TD)
+
+        def apply(experts, x_TD):
+            return experts(x_TD, choice_T, layout, buckets)
+
+        y_TD, back, rooms_C = jax.vjp(apply, used, x_TD, has_aux=True)
         grads, d_x_TD = back(d_TD)
-        R = jax.lax.axis_size(layout.expert) if layout.expert else 1
-        rooms = exchange.capacities(x_TD.shape[0], R, buckets)
-        bucket = exchange.route(choice_T, E // R, layout.expert, rooms).bucket
-        bucket = jnp.zeros_like(choice_T, shape=1) + bucket
+        bucket = jnp.argmax(rooms_C)[None] + jnp.zeros_like(choice_T, shape=1)
         return y_TD, d_x_TD, scatter(grads, where), bucket
 
     if mesh is None:
@@ -77,9 +82,9 @@ def program(mesh_shape, buckets):
     return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
 
 
-def result(mesh_shape, choice, buckets=exchange.BUCKETS):
+def result(mesh_shape, choice, buckets=exchange.BUCKETS, way="even"):
     choice = jnp.asarray(choice, jnp.int32)
-    return jax.block_until_ready(program(mesh_shape, buckets)(*weights(), choice))
+    return jax.block_until_ready(program(mesh_shape, buckets, way)(*weights(), choice))
 
 
 @cache
@@ -138,6 +143,72 @@ def test_any_capacity_equals_the_worst_case(routing):
     assert_close(fast, plain, 1e-6)
 
 
+@pytest.mark.parametrize("buckets", [exchange.BUCKETS, ()], ids=["buckets", "worst"])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_ragged_blocks_carry_the_same(routing, buckets):
+    even, ragged = (result((2, 4), ROUTINGS[routing], buckets, w) for w in ("even", "emulated"))
+    for a, b in zip(jax.tree.leaves(even), jax.tree.leaves(ragged), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@given(st.data())
+@settings(max_examples=20, deadline=None)
+def test_the_emulated_ragged_exchange_is_what_jax_says_of_the_real_one(data):
+    """Against its documentation, in numpy: what rank s sends to rank d lands where s says."""
+    R, rows = 4, 12
+    sizes = data.draw(st.lists(st.integers(0, 3), min_size=R * R, max_size=R * R))
+    sent = np.asarray(sizes).reshape(R, R)  # [from, to]
+    gaps = [data.draw(st.integers(0, 2)) for _ in range(2)]
+    starts = np.cumsum(sent + gaps[0], axis=1) - sent - gaps[0]
+    # Any order of the blocks where they arrive.
+    order = np.asarray(data.draw(st.permutations(range(R))))
+    arrive = np.zeros_like(sent)
+    arrive[order] = np.cumsum(sent[order], axis=0) - sent[order]
+    x = np.random.default_rng(0).normal(size=(R, rows + 3 * R, 2)).astype(np.float32)
+    out = np.random.default_rng(1).normal(size=(R, 3 * R, 2)).astype(np.float32)
+    want = out.copy()
+    for s in range(R):
+        for d in range(R):
+            n, at, to = sent[s, d], starts[s, d], arrive[s, d]
+            want[d, to : to + n] = x[s, at : at + n]
+    plan = [np.asarray(p, np.int32) for p in (starts, sent, arrive, sent.T)]
+    got = _emulate()(x, out, *plan)
+    np.testing.assert_array_equal(got, want)
+    # A receiver that expects another number of rows is a mistake that must be seen.
+    if sent.any():
+        plan[3] = plan[3] + 1
+        assert np.isnan(_emulate()(x, out, *plan)).sum() == 2 * sent.sum()
+
+
+@cache
+def _emulate():
+    def one(*args):
+        return exchange.emulated(*(a[0] for a in args), axis_name="gpu")[None]
+
+    mesh = make_mesh(1, 4)
+    return jax.jit(jax.shard_map(one, mesh=mesh, in_specs=P("gpu"), out_specs=P("gpu")))
+
+
+def test_the_real_ragged_exchange_is_one_message_in_the_node():
+    """On CPU it can be traced: its place in the program, and the types of its arguments."""
+    mesh = AbstractMesh((16, 8), WORLD, axis_types=(AxisType.Auto,) * 2)
+
+    def there_and_back(x_TD, choice_T):
+        plan = exchange.route(choice_T, 2, ("gpu",), (40, 128))
+        x_RCD = exchange.send(x_TD, plan, 40, ("gpu",), "ragged")
+        return exchange.give_back(x_RCD, plan, ("gpu",), "ragged")
+
+    rows = P(WORLD)
+    fn = jax.shard_map(there_and_back, mesh=mesh, in_specs=(rows, rows), out_specs=rows)
+    x, choice = (
+        jax.ShapeDtypeStruct((2**14, *s), d) for s, d in (((4,), "bfloat16"), ((), "int32"))
+    )
+    found = [c for c in collectives(jax.jit(fn), x, choice) if c.dtype == "bfloat16"]
+    assert [(c.op, c.span, c.bytes) for c in found] == [
+        ("ragged_all_to_all", "node", 8 * 40 * 4 * 2)
+    ] * 2
+
+
 few = settings(max_examples=100, deadline=None)
 
 
@@ -155,15 +226,6 @@ def test_capacities(T, R, buckets):
         if b < R:
             assert any(b * T / R <= r < b * T / R + 1 or r == T for r in rooms)
     assert exchange.capacities(T, 1) == exchange.capacities(T, R, ()) == (T,)
-
-
-@given(st.integers(0, 9), st.integers(1, 6))
-@few
-def test_shift_moves_a_row_and_fills_with_zero(n, S):
-    x = np.arange(1, 2 * S * 3 + 1).reshape(2, S, 3)
-    got = np.asarray(exchange.shift(jnp.asarray(x), n))
-    want = np.concatenate([np.zeros((2, n, 3), int), x], axis=1)[:, :S]
-    np.testing.assert_array_equal(got, want)
 
 
 def test_routes_are_places_without_a_gap():

@@ -13,7 +13,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as
 
 from zayajax import mesh as m
 from zayajax.errors import UserError
-from zayajax.mesh import LOCAL, PRETRAIN, by_path, gather, global_norm, places, scatter
+from zayajax.layout import LOCAL, PRETRAIN, WORLD
+from zayajax.mesh import by_path, gather, global_norm, places, scatter
 from zayajax.model.zaya import Decoder
 
 CFG = small_model(layers=2, attention_bias=True, head_bias=True, tied_head=False)
@@ -21,7 +22,7 @@ MESHES = [(2, 4), (1, 8), (8, 1)]
 
 
 def abstract_mesh(nodes, gpus):
-    return AbstractMesh((nodes, gpus), m.WORLD, axis_types=(AxisType.Auto,) * 2)
+    return AbstractMesh((nodes, gpus), WORLD, axis_types=(AxisType.Auto,) * 2)
 
 
 @cache
@@ -125,7 +126,7 @@ def test_gathered_weights_are_the_whole_ones_in_the_right_order(shape):
         used = gather(params, where, "bfloat16")
         return jax.tree.map(lambda x: x[None, None], used)
 
-    got = jax.block_until_ready(on_mesh(first_and_all, mesh, params, P(*m.WORLD)))
+    got = jax.block_until_ready(on_mesh(first_and_all, mesh, params, P(*WORLD)))
     for path, v in by_path(params).items():
         x = by_path(got)[path][...]
         keep = bool(v.get_metadata().get("keep"))

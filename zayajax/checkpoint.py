@@ -38,6 +38,8 @@ FIXED = (  # the text itself is compared by its fingerprint, wherever it lies
     "train.seed",
     "train.sequence",
     "train.param_dtype",
+    "optim.matrices",
+    "optim.momentum",
     "optim.state_dtype",
 )
 

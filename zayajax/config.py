@@ -10,9 +10,10 @@ import math
 import re
 import tomllib
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
+from zayajax import degrees
 from zayajax.errors import UserError
 from zayajax.settings import (
     REQUIRED,
@@ -51,7 +52,7 @@ def load(path, overrides: Mapping[str, str] | None = None) -> Config:
     for key, value in overrides.items():
         section, _, name = key.partition(".")
         try:
-            known = _known(key)
+            known = _known(key, value)
         except ConfigError as error:
             raise UserError(f"--{error}") from None
         if not isinstance(tree.setdefault(section, {}), dict):
@@ -62,9 +63,8 @@ def load(path, overrides: Mapping[str, str] | None = None) -> Config:
     except ConfigError as error:
         if error.key in overrides:
             raise UserError(f"--{error}") from None
-        if overrides and _is_valid(
-            text
-        ):  # two keys that do not go together, one of them given here
+        # Two keys that do not go together, one of them given here.
+        if overrides and _is_valid(text):
             given = " ".join(f"--{key} {value}" for key, value in overrides.items())
             raise UserError(f"{path} with {given}: {error}") from None
         line = _line(text, error.key)
@@ -83,6 +83,8 @@ def build(tree: Mapping) -> Config:
     """A `Config` from nested mappings, as TOML gives them; ConfigError names the key."""
     for key, value in tree.items():
         if key not in sections():
+            for name in value if isinstance(value, Mapping) else ():
+                _refuse_degree(f"{key}.{name}", value[name])
             raise ConfigError(key, f"unknown section{_nearest(key, sections())}")
         if not isinstance(value, Mapping):
             raise ConfigError(key, "must be a table")
@@ -100,9 +102,10 @@ def absolute(config: Config) -> Config:
     return dataclasses.replace(config, data=data)
 
 
-def changes(old: ModelConfig, new: ModelConfig) -> list[str]:
-    """What differs, in words."""
-    pairs = ((f.name, getattr(old, f.name), getattr(new, f.name)) for f in dataclasses.fields(new))
+def changes(old: ModelConfig, new: ModelConfig, among: Collection[str] = ()) -> list[str]:
+    """What differs, in words; of the settings named, or of all."""
+    names = [f.name for f in dataclasses.fields(new) if not among or f.name in among]
+    pairs = ((name, getattr(old, name), getattr(new, name)) for name in names)
     return [f"{name} was {a!r} and is {b!r}" for name, a, b in pairs if a != b]
 
 
@@ -143,19 +146,25 @@ def describe() -> str:
 
 def _section(section: str, cls: type, values: Mapping):
     fields = {f.name: f for f in dataclasses.fields(cls)}
-    for name in values:
-        _known(f"{section}.{name}")
+    for name, value in values.items():
+        _known(f"{section}.{name}", value)
     missing = [n for n, f in fields.items() if f.default is REQUIRED and n not in values]
     if missing:
         raise ConfigError(f"{section}.{missing[0]}", "is required and missing")
     return cls(**{n: _typed(f"{section}.{n}", fields[n], v) for n, v in values.items()})
 
 
-def _known(key: str):
+def _known(key: str, value):
     if key not in (known := keys()):
+        _refuse_degree(key, value)
         raise ConfigError(key, f"unknown key{_nearest(key, known)}")
     section, name = key.split(".")
     return next(f for f in dataclasses.fields(sections()[section]) if f.name == name)
+
+
+def _refuse_degree(key: str, value):
+    if why := degrees.refusal(key.rpartition(".")[2], value):
+        raise ConfigError(key, why)
 
 
 def _nearest(key: str, known) -> str:

@@ -1,10 +1,8 @@
-"""The machine as a mesh, and the one table that says where every parameter axis is stored.
+"""The machine as a mesh, and the collectives on weights and gradients.
 
-Two axes, always both: `node` and `gpu`. `gpu` is the whole node, because on point-to-point links a
-group of n GPUs has n-1 links of bandwidth each. Every collective on a weight or a gradient is
-written here and follows the annotation `nnx.Param(x, axes=(...))`. The functions run inside the one
-`jax.shard_map` of the step, or without a mesh: under LOCAL all axes are empty, and nothing
-communicates.
+All of these are written here and follow the annotation `nnx.Param(x, axes=(...))` and the table in
+`zayajax.layout`. The functions run inside the one `jax.shard_map` of the step, or without a mesh:
+under LOCAL all axes are empty, and nothing communicates.
 """
 
 import dataclasses
@@ -19,40 +17,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
+from zayajax.devices import arrange, seats
 from zayajax.errors import UserError
-
-NODE, GPU = WORLD = ("node", "gpu")
-
-# logical axis -> mesh axes on which it is stored, outermost first. An axis that is not listed is
-# whole on every device. A dimension takes as many of its mesh axes as divide it, from the left: the
-# 128 channels of a head can be split over 8 GPUs, but not over 1,024.
-STORED = {
-    "embed": (GPU, NODE),  # in this order: scattered inside the node, then along the rail
-    "channel": (GPU, NODE),  # inner channels of the grouped convolution
-    "router": (GPU, NODE),  # inner width of the router
-    "expert": (GPU,),  # tokens travel to their expert inside the node; experts do not move
-    "expert_embed": (NODE,),  # the rest of an expert is split along the rail
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """The mesh axes that split the batch, the sequence and the experts during computation."""
-
-    batch: tuple[str, ...] = ()
-    sequence: tuple[str, ...] = ()
-    expert: tuple[str, ...] = ()
-
-    @property
-    def tokens(self) -> tuple[str, ...]:
-        """Axes that split the tokens, hence those over which gradients and metrics are summed."""
-        return self.batch + self.sequence
-
-
-LOCAL = Layout()
-PRETRAIN = Layout(batch=WORLD, expert=(GPU,))
-LAYOUTS = {"pretrain": PRETRAIN}
-
+from zayajax.layout import GPU, NODE, STORED, WORLD, Layout
 
 # Devices that share a few busy cores can keep each other waiting for longer than XLA's 40 s.
 PATIENCE = (
@@ -62,7 +29,12 @@ PATIENCE = (
 
 
 def emulate(devices: int) -> None:
-    """Lets a CPU stand for `devices` GPUs. Only before JAX has started; no effect on a GPU."""
+    """Lets a CPU stand for `devices` GPUs. Only before JAX has started; no effect on a GPU.
+
+    None either where several processes have joined, each with devices of its own.
+    """
+    if jax.distributed.is_initialized():
+        return
     try:
         jax.config.update("jax_num_cpu_devices", devices)
     except RuntimeError:  # JAX has started: what it started with has to do
@@ -77,16 +49,17 @@ def emulate(devices: int) -> None:
     os.environ["XLA_FLAGS"] = f"{PATIENCE} {os.environ.get('XLA_FLAGS', '')}".strip()
 
 
-def make_mesh(nodes: int, gpus: int) -> Mesh:
-    """Mesh of shape {node: nodes, gpu: gpus}; UserError where there are too few devices."""
+def make_mesh(nodes: int, gpus: int, host: str | None = None) -> Mesh:
+    """Mesh of shape {node: nodes, gpu: gpus}: rows are hosts, columns are rails.
+
+    `gpus` is the whole node or 1; on a CPU any. With several processes, each has to call it.
+    `host` stands for this host's name: processes on one machine can so stand for several nodes.
+
+    Raises UserError where the machine has no such mesh, or would leave most of its links idle.
+    """
     devices = jax.devices()
-    if len(devices) < nodes * gpus:
-        raise UserError(
-            f"the config asks for {nodes} x {gpus} devices (mesh.nodes, mesh.gpus), "
-            f"and there are {len(devices)} ({devices[0].device_kind})"
-        )
-    kinds = (AxisType.Auto,) * 2
-    return jax.make_mesh((nodes, gpus), WORLD, axis_types=kinds, devices=devices[: nodes * gpus])
+    array = arrange(devices, seats(devices, host), nodes, gpus)
+    return Mesh(array, WORLD, axis_types=(AxisType.Auto,) * 2)
 
 
 def is_param(x) -> bool:
@@ -122,6 +95,12 @@ def _stored_axes(v: nnx.Variable, sizes: Mapping[str, int]) -> tuple:
     return tuple(map(axes, names, v.shape))
 
 
+def stored_axes(params, mesh: Mesh | None) -> dict[str, tuple]:
+    """{path: the mesh axes of each dimension at rest}. Global shapes, abstract will do."""
+    sizes = dict(mesh.shape) if mesh is not None else {}
+    return {path: _stored_axes(v, sizes) for path, v in by_path(params).items()}
+
+
 def _spec(v, sizes):
     return P(*(axes or None for axes in _stored_axes(v, sizes)))
 
@@ -154,7 +133,7 @@ def places(params, mesh: Mesh | None, layout: Layout, zero: int = 1):
         gathered = tuple(
             (d - v.ndim, dim)
             for d, (name, dim) in enumerate(zip(names, axes, strict=True))
-            if dim and layout.tokens and not (name == "expert" and layout.expert)
+            if dim and layout.axes and not (name == "expert" and layout.expert)
         )
         in_layer = zero == 3 and path.startswith("layers.") and bool(gathered)
         return Place(gathered, split, repeated, in_layer)

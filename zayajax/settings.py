@@ -4,8 +4,10 @@ A mistake is a `ConfigError` that names the key. `zayajax.config` reads and writ
 """
 
 import dataclasses
+import math
 
 from zayajax.errors import UserError
+from zayajax.layout import GPU, LAYOUTS, NODE
 
 DTYPES = ("float32", "bfloat16")
 
@@ -112,6 +114,17 @@ class ModelConfig:
     def rope_channels(self) -> int:
         return round(self.head_dim * self.rope_fraction)
 
+    @property
+    def halo(self) -> int:
+        """Tokens before its own that a part of a row depends on, within one layer and beside
+        attention: two convolutions, one after the other, and the value's shift by one."""
+        return max(self.cca_time0 + self.cca_time1 - 2, 1)
+
+
+# What decides the shapes of a model's arrays.
+SHAPES = ("vocab", "layers", "hidden", "heads", "kv_heads", "head_dim", "experts", "expert_hidden")
+SHAPES += ("router_hidden", "cca_time0", "cca_time1", "tied_head", "head_bias", "attention_bias")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
@@ -119,7 +132,19 @@ class MeshConfig:
 
     nodes: int = setting(1, "nodes")
     gpus: int = setting(8, "GPUs in a node; every group inside a node is the whole node")
-    layout: str = setting("pretrain", "what the mesh axes split", ("pretrain",))
+    layout: str = setting(
+        "pretrain",
+        "all GPUs split the batch; or the GPUs of a node share each row; or all GPUs do",
+        ("pretrain", "context", "context-wide"),
+    )
+    attention: str = setting(
+        "gather",
+        "how a split sequence meets its keys: all at once, or hop by hop",
+        ("gather", "ring"),
+    )
+    exchange: str = setting(
+        "even", "how tokens travel to their experts: in even blocks, or ragged", ("even", "ragged")
+    )
     zero: int = setting(1, "weights are gathered once a step (1) or layer by layer (3)", (1, 3))
 
     def __post_init__(self):
@@ -128,6 +153,10 @@ class MeshConfig:
     @property
     def devices(self) -> int:
         return self.nodes * self.gpus
+
+    def ranks(self, axes: tuple[str, ...]) -> int:
+        """Devices along these mesh axes."""
+        return math.prod({NODE: self.nodes, GPU: self.gpus}[a] for a in axes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,20 +176,22 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """AdamW, its schedule, and the balance bias."""
+    """Muon for matrices, AdamW for the rest, their schedule, and the balance bias."""
 
+    matrices: str = setting("muon", "the rule of weight matrices", ("muon", "adamw"))
+    momentum: float = setting(0.95, "muon: decay of the average of gradients; 0: none is kept")
     learning_rate: float = setting(3e-4, "peak rate")
     horizon: int = setting(REQUIRED, "steps that the schedule spans; train.steps may stop earlier")
     warmup: int = setting(0, "steps of linear warm-up")
     schedule: str = setting("cosine", "after the warm-up", ("cosine", "wsd"))
     decay: float = setting(0.2, "wsd: the last part of the horizon, in which the rate falls")
     final_rate: float = setting(0.1, "rate at the horizon, as a fraction of the peak")
-    beta1: float = setting(0.9, "decay of the first moment")
-    beta2: float = setting(0.95, "decay of the second moment")
-    eps: float = setting(1e-8, "added to the root of the second moment")
+    beta1: float = setting(0.9, "adamw: decay of the first moment")
+    beta2: float = setting(0.95, "adamw: decay of the second moment")
+    eps: float = setting(1e-8, "adamw: added to the root of the second moment")
     weight_decay: float = setting(0.1, "of matrices; vectors, biases and scales have none")
     clip: float = setting(1.0, "largest global gradient norm")
-    state_dtype: str = setting("float32", "of the moments", DTYPES)
+    state_dtype: str = setting("float32", "of momentum and moments", DTYPES)
     balance_rate: float = setting(1e-3, "rate of the router's balance bias")
     balance_skip: bool = setting(False, "also balance the skip class")
 
@@ -168,7 +199,7 @@ class OptimConfig:
         _positive(self, "optim", "learning_rate", "horizon", "eps", "clip")
         _between(self, "optim", 0, self.horizon, "warmup")
         _between(self, "optim", 0.0, 1.0, "decay", "final_rate")
-        for key in ("beta1", "beta2"):
+        for key in ("momentum", "beta1", "beta2"):
             beta = getattr(self, key)
             _require(0 <= beta < 1, f"optim.{key}", f"must be in 0 .. 1 and below 1, is {beta}")
         _require(
@@ -228,23 +259,55 @@ class Config:
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
 
     def __post_init__(self):
-        gpus, devices = self.mesh.gpus, self.mesh.devices
+        gpus, layout = self.mesh.gpus, LAYOUTS[self.mesh.layout]
         E, B, A = self.model.experts, self.train.batch, self.train.micro_batches
         _require(
             E % gpus == 0,
             "model.experts",
-            f"{E} experts do not divide over the {gpus} GPUs of a node (mesh.gpus)",
+            f"{E} experts do not divide over the {gpus} GPUs of a node (mesh.gpus); use a multiple "
+            f"of {gpus}, or another machine",
+        )
+        parts = self.mesh.ranks(layout.batch)
+        over = (
+            f" over {parts} {'devices' if len(layout.batch) > 1 else 'nodes'}" if parts > 1 else ""
         )
         _require(
-            B % (A * devices) == 0,
+            B % (A * parts) == 0,
             "train.batch",
-            f"{B} sequences do not divide over {devices} devices"
+            f"{B} sequences do not divide{over}"
             + (f" in {A} micro-batches (train.micro_batches)" if A > 1 else "")
-            + f"; use a multiple of {A * devices}",
+            + f"; use a multiple of {A * parts}",
+        )
+        _require(
+            self.mesh.exchange == "even" or gpus > 1,
+            "mesh.exchange",
+            f"is {self.mesh.exchange!r}, but on one GPU a node no token travels; leave it out",
+        )
+        self._require_chunks(self.mesh.ranks(layout.sequence))
+        _require(
+            self.mesh.attention == "gather" or self.mesh.ranks(layout.sequence) > 1,
+            "mesh.attention",
+            f"is {self.mesh.attention!r}, but layout {self.mesh.layout!r} splits no sequence here; "
+            "leave it out, or use mesh.layout = 'context' with several GPUs",
         )
         _require(
             self.mesh.zero != 3 or self.train.remat != "none",
             "train.remat",
             "'none' would keep every layer's gathered weights, which mesh.zero = 3 avoids; "
             "use 'names' or 'full'",
+        )
+
+    def _require_chunks(self, R: int):
+        S, halo = self.train.sequence, self.model.halo
+        _require(
+            R == 1 or S % (2 * R) == 0,
+            "train.sequence",
+            f"{S} tokens do not divide into two chunks for each of {R} devices (mesh.layout "
+            f"{self.mesh.layout!r}); use a multiple of {2 * R}",
+        )
+        _require(
+            R == 1 or S // (2 * R) >= halo,
+            "train.sequence",
+            f"chunks of {S // (2 * R)} tokens are shorter than the {halo} that the convolutions "
+            f"reach back; use at least {2 * R * halo}",
         )

@@ -123,6 +123,19 @@ def test_parts_of_a_batch_make_the_whole(order, cuts):
     assert same(half, {k: v[4:] for k, v in whole[0].items()})
 
 
+def test_columns_come_in_the_order_asked_for():
+    """What belongs to a token stays with it: each target is still the token after it in its row."""
+    order = np.random.default_rng(0).permutation(S)
+    plain, dealt = (
+        take(batches(Rows(DOCUMENTS, S, 3), 50, 8, order=o), 2)[1] for o in (None, order)
+    )
+    assert same(dealt, {k: v[:, order] for k, v in plain.items()})
+    held_out = (held_out_batches(DOCUMENTS, S, 4, 2, 0, order=o)[0] for o in (None, order))
+    assert same(
+        *(b if i else {k: v[:, order] for k, v in b.items()} for i, b in enumerate(held_out))
+    )
+
+
 def test_a_process_reads_only_its_rows():
     class Counting(Rows):
         read = ()

@@ -18,7 +18,7 @@ from batches import (
 )
 
 from zayajax import config
-from zayajax.mesh import LOCAL, by_path
+from zayajax.mesh import by_path
 from zayajax.model import head
 from zayajax.model.cca import CCA
 from zayajax.model.common import Packing, rms_norm
@@ -240,8 +240,8 @@ def test_scan_equals_a_loop_over_layers():
             rotation = tuple(r[int(sliding)] for r in packing.rotations)
             window = cfg.sliding_window if sliding else None
             gamma = model.gamma[...][i - 1] if i else jnp.zeros(cfg.router_hidden)
-            x, state, n, _ = block(x, state, gamma, packing, rotation, window, LOCAL)
-            counts.append(n)
+            x, state, routing = block(x, state, gamma, packing, rotation, window)
+            counts.append(routing.counts_LC)
         x = rms_norm(x, model.norm_out[...], cfg.norm_eps, jnp.float32)
         return head.logits(x, *model.head_weights()), jnp.stack(counts)
 
@@ -260,7 +260,8 @@ def test_convolutions_stand_behind_one_padding_for_both(t0, t1):
     x_SJK = np.random.default_rng(0).normal(size=(n, J, K)).astype(np.float32)
     packing = Packing(cfg, jnp.asarray([[1, 1] + [2] * n + [0]]), None)
     x_BSJK = np.concatenate([np.ones((2, J, K)), x_SJK, np.zeros((1, J, K))])[None]
-    got = cca.convolve(jnp.asarray(x_BSJK, jnp.float32), packing)[0, 2:-1]
+    (x_BncJK,) = packing.extend(jnp.asarray(x_BSJK, jnp.float32))
+    got = cca.convolve(x_BncJK, packing)[0, 2:-1]
 
     padded = np.concatenate([np.zeros((t0 - 1 + t1 - 1, J, K)), x_SJK])
     depth = np.stack(
@@ -280,7 +281,7 @@ def test_a_token_that_skips_adds_itself_or_nothing(skip):
     h, p = normal(0, (1, 6, cfg.hidden)), jnp.linspace(0.1, 0.9, 6)[None]
     E = cfg.experts
     choice = jnp.asarray([[0, E, 3, E, E, E - 1]])
-    y, every = (block.moe(h, c, p, packing, LOCAL)[0] for c in (choice, choice % E))
+    y, every = (block.moe(h, c, p, packing)[0][0] for c in (choice, choice % E))
     skips = np.asarray(choice[0] == E)
     want = (p[..., None] * h)[0] if skip == "identity" else jnp.zeros((6, cfg.hidden))
     assert_close(y[skips], want[skips]) if skip == "identity" else assert_no(y[skips])
@@ -298,7 +299,7 @@ def test_padding_visits_no_expert():
     block = jax.tree.map(lambda w: w[0], random_model(cfg).layers)
     packing = Packing(cfg, jnp.asarray([[0, 0, 1, 1, 2, 0]]), None)
     h, choice = normal(0, (1, 6, cfg.hidden)), jnp.arange(6)[None]
-    y = np.asarray(block.moe(h, choice, jnp.ones((1, 6)), packing, LOCAL))[0]
+    y = np.asarray(block.moe(h, choice, jnp.ones((1, 6)), packing)[0])[0]
     np.testing.assert_array_equal(y.any(axis=-1), packing.real_BS[0])
 
 

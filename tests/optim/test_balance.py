@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as arrays
 from zayajax import optim
 from zayajax.mesh import by_path
 from zayajax.model.zaya import Decoder
-from zayajax.optim import balance
+from zayajax.optim import balance, table
 
 L, E = 3, 4
 COUNTS = arrays.arrays(np.int32, (L, E + 1), elements=st.integers(0, 2**28))
@@ -65,9 +65,12 @@ def test_the_bias_falls_where_there_is_too_much_and_rises_where_too_little():
 DECAYS = {"q", "k", "v_now", "v_late", "o", "grouped", "down", "fc1", "fc2", "out", "gate_up"}
 
 
-def test_only_matrices_decay():
+@pytest.mark.parametrize("matrices", ["muon", "adamw"])
+def test_only_matrices_decay(matrices):
     """With no gradient at all, what moves has decayed."""
-    cfg = small_config(optim__weight_decay=0.5, optim__learning_rate=0.1).optim
+    cfg = small_config(
+        optim__matrices=matrices, optim__weight_decay=0.5, optim__learning_rate=0.1
+    ).optim
     shape = dict(attention_bias=True, head_bias=True, tied_head=False)
     params, tx = random_model(small_model(**shape)), optim.build(cfg)
     zeros = jax.tree.map(jnp.zeros_like, params)
@@ -87,6 +90,8 @@ def test_moments_are_kept_in_their_dtype_and_those_of_the_balance_in_float32(dty
     tx = optim.build(small_config(optim__state_dtype=dtype).optim)
     state = by_path(jax.eval_shape(tx.init, by_path(params)))
     moments = {p: v.dtype for p, v in state.items() if jnp.issubdtype(v.dtype, jnp.floating)}
-    assert len(moments) == 2 * len(by_path(params))
+    # Muon has one of a matrix, AdamW and the balance rule two of anything else.
+    matrices = [g for g in table.groups(by_path(params)).values() if g == table.MATRICES]
+    assert len(moments) == 2 * len(by_path(params)) - len(matrices)
     for path, found in moments.items():
         assert found == ("float32" if "balance_bias" in path else dtype), path

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 
-from zayajax.mesh import GPU, NODE, WORLD
+from zayajax.layout import GPU, NODE, WORLD
 from zayajax.planning.trace import Collective, collectives, weights_in_loops
 
 MESH = AbstractMesh((128, 8), WORLD, axis_types=(AxisType.Auto,) * 2)

@@ -57,6 +57,10 @@ def test_it_learns_and_writes_all_down(whole):
     for line in train:
         assert line["mfu"] is None and 0 < line["router_entropy"] <= 1
         assert 1 <= line["max_expert_load"] <= 8 and 0 <= line["skip_fraction"] <= 1
+        # By layer, and what the exchange made of it.
+        entropy = line["entropy_by_layer"]
+        assert len(entropy) == 2 and abs(np.mean(entropy) - line["router_entropy"]) < 1e-5
+        assert 1.25 <= line["exchange_capacity"] <= 8 and sum(line["exchange_buckets"]) > 0.999
     saved = checkpoint.Checkpoints(whole.run_dir)
     assert saved.steps() == [6, 12]
     saved.close()
@@ -229,22 +233,26 @@ def test_a_new_phase_starts_from_weights(corpus, whole, tmp_path):
     held_out = [line["loss"] for line in lines(phase.run_dir) if line["kind"] == "eval"]
     np.testing.assert_allclose(held_out[0], whole.held_out_loss, rtol=1e-6)
     narrow = runs.config(corpus, model__router_hidden=16)
-    with pytest.raises(UserError, match=r"is of another model: .*float32\[") as error:
+    with pytest.raises(UserError, match=r"is of another model: model\.\w+ was") as error:
         zayajax.train(narrow, tmp_path / "other", init_from=whole.run_dir, show=False)
     assert "router" in str(error.value)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (2, 4), (8, 1)])
-def test_the_mesh_may_change_on_resume(corpus, whole, shape, tmp_path):
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    [((1, 1), "pretrain"), ((8, 1), "pretrain"), ((2, 4), "context"), ((4, 2), "context-wide")],
+)
+def test_mesh_and_layout_may_change_on_resume(corpus, whole, shape, layout, tmp_path):
     run_dir = tmp_path / "run"
     shutil.copytree(whole.run_dir, run_dir)
     shutil.rmtree(run_dir / "checkpoints" / "12")
     nodes, gpus = shape
-    config = runs.config(corpus, mesh__nodes=nodes, mesh__gpus=gpus)
+    config = runs.config(corpus, mesh__nodes=nodes, mesh__gpus=gpus, mesh__layout=layout)
     again = zayajax.train(config, run_dir, resume=True, show=False)
-    # float32 sums in another order; Adam divides small gradients by their own size.
+    # float32 sums in another order; Adam divides small gradients by their own size, and where Muon
+    # rounds to bfloat16 a matrix's update differs by up to 3 %: 1e-5 of the loss so far.
     for got, want in zip(lines(run_dir), lines(whole.run_dir), strict=True):
-        np.testing.assert_allclose(got["loss"], want["loss"], rtol=1e-5)
+        np.testing.assert_allclose(got["loss"], want["loss"], rtol=1e-4)
     assert again.step == 12
 
 

@@ -11,6 +11,8 @@ from zayajax.training.metrics import (
     FILE,
     TRAIN_KEYS,
     MetricsLog,
+    entropy_by_layer,
+    exchange_metrics,
     expert_load,
     iter_metrics,
     load_metrics,
@@ -48,6 +50,21 @@ def test_load_by_hand(counts, entropy, load, skip):
     assert router_entropy(counts) == pytest.approx(entropy, abs=1e-6)
     assert max_expert_load(counts) == pytest.approx(load)
     assert skip_fraction(counts) == pytest.approx(skip)
+
+
+def test_entropy_of_each_layer():
+    counts = np.array([[3, 1, 9], [2, 2, 0], [0, 0, 8], [8, 0, 0]])
+    assert entropy_by_layer(counts) == [pytest.approx(0.811278, abs=1e-6), 1.0, None, 0.0]
+    assert entropy_by_layer(np.array([[7, 1], [0, 4]])) == [1.0, None]
+    assert load_metrics(counts)["entropy_by_layer"] == [0.81128, 1.0, None, 0.0]
+
+
+def test_capacities_of_the_exchange_by_hand():
+    """Two layers on four devices: once a layer the worst case."""
+    rooms = np.array([[3, 0, 1], [3, 0, 1]], np.int32)
+    found = exchange_metrics(rooms, [1.25, 2.0, 8.0])
+    assert found == {"exchange_capacity": 0.75 * 1.25 + 2.0, "exchange_buckets": [0.75, 0.0, 0.25]}
+    assert exchange_metrics(np.array([[4]]), [1.0])["exchange_capacity"] == 1.0
 
 
 def test_large_counts_do_not_overflow():

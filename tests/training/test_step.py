@@ -9,11 +9,9 @@ import optax
 import pytest
 from batches import arrays_in, assert_close, is_program, random_batch, random_model, small_config
 from flax import nnx
-from jax.sharding import AbstractMesh, AxisType
 
 from zayajax import optim
-from zayajax.mesh import WORLD, by_path, make_mesh
-from zayajax.planning.trace import collectives, weights_in_loops
+from zayajax.mesh import by_path, make_mesh
 from zayajax.training.state import TrainState
 from zayajax.training.step import build
 
@@ -28,6 +26,9 @@ TOL = 1e-4
 def config(mesh_shape=None, **changes):
     nodes, gpus = mesh_shape or (1, 1)
     base = dict(mesh__nodes=nodes, mesh__gpus=gpus, optim__clip=CLIP, optim__warmup=2)
+    # Of a gradient summed in another order, Muon makes another update where it rounds to bfloat16,
+    # by up to 3 % (tests/optim/test_muon.py).
+    base["optim__matrices"] = "adamw"
     return small_config(**base | changes)
 
 
@@ -71,6 +72,10 @@ def run(mesh_shape=None, **changes):
 def close_runs(got, want, tol=TOL):
     for (state, metrics), (state_w, metrics_w) in zip(got, want, strict=True):
         np.testing.assert_array_equal(metrics["counts_LC"], metrics_w["counts_LC"])
+        # Another mesh has other capacities.
+        metrics, metrics_w = (
+            {k: x for k, x in m.items() if k != "rooms_LC"} for m in (metrics, metrics_w)
+        )
         assert_close(metrics, metrics_w, tol)
         assert_close(by_path(state.params), by_path(state_w.params), tol)
 
@@ -256,136 +261,25 @@ def equations(jaxpr):
                 yield from equations(getattr(x, "jaxpr", x))
 
 
-# 1,024 GPUs, from the traced program.
-
-NODES, GPUS, MICRO, LAYERS = 128, 8, 2, 3
-WIDE = dict(
-    mesh__nodes=NODES,
-    mesh__gpus=GPUS,
-    model__hidden=1024,
-    train__batch=NODES * GPUS * MICRO,
-    train__micro_batches=MICRO,
-    train__compute_dtype="bfloat16",
+@pytest.mark.parametrize(
+    ("mesh_shape", "layers", "layout"),
+    [
+        ((2, 1), 2, "pretrain"),
+        ((1, 2), 1, "pretrain"),
+        ((8, 1), 3, "pretrain"),
+        ((1, 2), 1, "context"),
+        ((2, 1), 2, "context-wide"),
+    ],
 )
-
-
-@cache
-def sent(**changes):
-    cfg = small_config(**WIDE | changes)
-    at = build(cfg, AbstractMesh((NODES, GPUS), WORLD, axis_types=(AxisType.Auto,) * 2))
-    found = collectives(at.train_step, at.state, abstract_batch(cfg.train.batch, S))
-    return at, found
-
-
-def summary(found):
-    return {(c.scope, c.op, c.span, c.dtype, c.times) for c in found}
-
-
-LOOPS = MICRO * LAYERS
-EXCHANGES = {
-    ("exchange", "all_to_all", "node", "bfloat16", LOOPS),  # tokens
-    ("exchange", "all_to_all", "node", "int32", LOOPS),  # how many of them
-    ("bucket", "pmax", "node", "int32", LOOPS),
-}
-
-
-def levels(scope, op, dtypes, times=1):
-    return {(scope, op, span, dtype, times) for span in ("node", "rail") for dtype in dtypes}
-
-
-SUMS = levels("metrics", "psum", ["float32", "int32"]) | levels("norm", "psum", ["float32"])
-SUMS |= levels("scatter", "psum", ["float32"])
-
-
-@pytest.mark.smoke
-def test_weights_move_once_a_step_and_nothing_spans_the_world():
-    _, found = sent()
-    assert not weights_in_loops(found)
-    assert summary(c for c in found if c.in_loop) == EXCHANGES
-    assert summary(c for c in found if not c.in_loop) == (
-        levels("gather", "all_gather", ["bfloat16", "float32"])
-        | levels("scatter", "reduce_scatter", ["float32"])
-        | SUMS
-    )
-
-
-def test_an_expert_layer_sends_five_times_and_plans_once():
-    """To the experts and back; for the gradient the tokens and their gradient, and one back."""
-    _, found = sent()
-    found = [c for c in found if c.in_loop]
-    large = [c for c in found if c.scope == "exchange" and c.dtype == "bfloat16"]
-    branches = sorted({c.branch for c in large})
-    assert branches == [(0,), (1,), (2,), (3,)]
-    for branch in branches:
-        sizes = [c.bytes for c in large if c.branch == branch]
-        assert len(sizes) == 5 and len(set(sizes)) == 1
-    assert len(found) == 5 * len(branches) + 2
-    worst = max(c.bytes for c in large)
-    assert worst == GPUS * S * 1024 * 2  # every token of the micro-batch, to each rank
-
-
-@pytest.mark.parametrize("zero", [1, 3])
-def test_each_weight_is_gathered_whole_and_each_gradient_scattered_once(zero):
-    at, found = sent(mesh__zero=zero)
-    params = by_path(at.state.params)
-    split = {p: v for p, v in params.items() if any(v.sharding.spec) and "experts" not in p}
-    assert "embed" in split and "layers.router.down" in split and len(split) >= 10
-    whole = sum(v.size * (4 if v.get_metadata().get("keep") else 2) for v in split.values())
-    gathers = [c for c in found if c.op == "all_gather" and c.span == "node"]
-    once = sum(c.bytes * (LAYERS if c.in_loop else 1) for c in gathers)
-    inside = sum(c.bytes * LAYERS for c in gathers if c.in_loop)
-    # Layer by layer, they are gathered for the backward pass once more.
-    assert once - inside / 2 == whole
-    scattered = [c for c in found if c.op == "reduce_scatter" and c.span == "node"]
-    got = sum(c.bytes * (LAYERS if c.in_loop else 1) for c in scattered)
-    assert got == 4 * sum(v.size for v in split.values())
-
-
-def test_zero_3_gathers_and_scatters_layers_in_the_loop_and_nothing_else():
-    _, found = sent(mesh__zero=3)
-    inside = [c for c in found if c.in_loop]
-    assert summary(inside) == (
-        EXCHANGES
-        | levels("gather", "all_gather", ["bfloat16", "float32"], LOOPS)
-        | levels("scatter", "reduce_scatter", ["float32"], LOOPS)
-        # Too narrow for 1,024: split over the node, summed along the rail.
-        | {("scatter", "psum", "rail", "float32", LOOPS)}
-    )
-    assert summary(c for c in found if not c.in_loop) == (
-        levels("gather", "all_gather", ["bfloat16"])
-        | levels("scatter", "reduce_scatter", ["float32"])
-        | SUMS
-    )
-
-
-@pytest.mark.parametrize("zero", [1, 3])
-def test_gradients_may_travel_in_bfloat16(zero):
-    _, found = sent(mesh__zero=zero, train__reduce_dtype="bfloat16")
-    assert {c.dtype for c in found if c.op == "reduce_scatter"} == {"bfloat16"}
-    assert {c.dtype for c in found if c.scope in ("norm", "metrics")} == {"float32", "int32"}
-
-
-def test_evaluation_and_logits_send_no_gradients():
-    at, _ = sent()
-    found = collectives(at.eval_step, at.state.params, abstract_batch(NODES * GPUS, S))
-    ops = {(c.scope, c.op) for c in found}
-    assert ops == {
-        ("gather", "all_gather"),
-        ("exchange", "all_to_all"),
-        ("bucket", "pmax"),
-        ("metrics", "psum"),
-    }
-    assert not weights_in_loops(found)
-
-
-@pytest.mark.parametrize(("mesh_shape", "layers"), [((2, 1), 2), ((1, 2), 1), ((8, 1), 3)])
-def test_no_array_is_empty(mesh_shape, layers):
+def test_no_array_is_empty(mesh_shape, layers, layout):
     """jax 0.11 crashes as it partitions a program with an array of size 0 in it."""
-    _, at = program(mesh_shape, model__layers=layers)
+    changes = dict(model__layers=layers, mesh__layout=layout, optim__matrices="muon")
+    _, at = program(mesh_shape, **changes)
     traced = at.train_step.trace(at.state, abstract_batch(B, S)).jaxpr.jaxpr
     assert not [eqn for shape, _, eqn in arrays_in(traced) if 0 in shape]
 
 
 def test_a_single_layer_learns():
-    losses = [float(metrics["loss"]) for _, metrics in run((1, 2), model__layers=1)]
+    found = run((1, 2), model__layers=1, optim__matrices="muon")
+    losses = [float(metrics["loss"]) for _, metrics in found]
     assert losses[-1] < losses[0]

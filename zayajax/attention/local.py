@@ -3,14 +3,16 @@
 Shape letters: B batch, S queries, U keys, H query heads, N key-value heads, G = H/N, K head width;
 q and u: one block of queries, of keys.
 
-The backward pass is written out, so that it keeps only the output and the log-sum-exp, and so that
-partial results over different keys can be merged, with gradients, by whoever calls.
+The backward pass is written out, so that it keeps only the output and the log-sum-exp. Both passes
+also work on part of the keys: `partial_forward` and `partial_gradient` are what attention over many
+devices is made of.
 """
 
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 # Finite: a query that sees nothing must make no NaN. Far below any score, far above -max float, so
 # that differences of two of these stay finite.
@@ -33,25 +35,78 @@ def attend(q_BSHK, k_BUNK, v_BUNK, positions, segments, window=None, block: int 
       out `[B, S, H, K]` in the dtype of q, and the log-sum-exp of its scores `[B, S, H]` in
       float32. A query that sees nothing gets 0 and -1e30.
     """
-    (B, S, H, K), N = q_BSHK.shape, k_BUNK.shape[2]
-    if window is None:
-        window = jnp.iinfo(jnp.int32).max
-    block = block or min(512, max(128, k_BUNK.shape[1] // 4))
-    q_BSNGK = q_BSHK.reshape(B, S, N, H // N, K)
-    window = jnp.asarray(window, jnp.int32)
-    out, lse = _attend(block, q_BSNGK, k_BUNK, v_BUNK, positions, segments, window)
-    return out.reshape(B, S, H, K), lse.reshape(B, S, H)
+    block = block or default_block(k_BUNK.shape[1])
+    q, k, v, positions, segments = alike(q_BSHK, k_BUNK, v_BUNK, positions, segments)
+    return _attend(block, q, k, v, positions, segments, limit(window))
+
+
+def default_block(keys: int) -> int:
+    return min(512, max(128, keys // 4))
+
+
+def limit(window):
+    """A window as a number, also where there is none."""
+    return jnp.asarray(jnp.iinfo(jnp.int32).max if window is None else window, jnp.int32)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(block, q, k, v, positions, segments, window):
-    return _forward(block, q, k, v, positions, segments, window)[0]
+    return partial_forward(block, q.dtype, q, k, v, positions, segments, window)
 
 
 def _forward(block, q, k, v, positions, segments, window):
-    queries = _blocks(block, q, positions[0], segments[0])
-    keys = _blocks(block, k, v, positions[1], segments[1])
-    scale = q.shape[-1] ** -0.5
+    out, lse = named(*_attend(block, q, k, v, positions, segments, window))
+    return (out, lse), (q, k, v, positions, segments, window, out, lse)
+
+
+def _backward(block, saved, cotangents):
+    *args, out, lse = saved
+    delta = score_offset(out, *cotangents)
+    grads = partial_gradient(block, *args, lse, delta, cotangents[0])
+    grads = (g.astype(x.dtype) for g, x in zip(grads, args[:3], strict=True))
+    return *grads, None, None, None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def named(out, lse):
+    """For remat: a backward pass that finds both of these kept recomputes nothing of the forward.
+
+    The name must be on the very arrays that the backward pass keeps.
+    """
+    return checkpoint_name(out, "attention"), checkpoint_name(lse, "attention")
+
+
+def score_offset(out_BSHK, d_out_BSHK, d_lse_BSH):
+    """delta of d score = p * (d p - delta), float32; what the log-sum-exp passes back joins it."""
+    products = out_BSHK.astype(jnp.float32) * d_out_BSHK.astype(jnp.float32)
+    return products.sum(-1) - d_lse_BSH
+
+
+def alike(*trees):
+    """The same values, all typed as varying over each mesh axis over which any of them varies.
+
+    Carries of a scan and branches of a conditional must not change their type on the way.
+    """
+    leaves, structure = jax.tree.flatten(trees)
+    varying = [jax.typeof(x).manual_axis_type.varying for x in leaves]
+    every = frozenset().union(*varying)
+    missing = [tuple(sorted(every - axes)) for axes in varying]
+    leaves = [
+        jax.lax.pcast(x, axes, to="varying") if axes else x
+        for x, axes in zip(leaves, missing, strict=True)
+    ]
+    return jax.tree.unflatten(structure, leaves)
+
+
+def partial_forward(block, dtype, q_BSHK, k_BUNK, v_BUNK, positions, segments, window):
+    """`attend` without its gradient, over some of the keys; out in `dtype`."""
+    (B, S, H, K), N = q_BSHK.shape, k_BUNK.shape[2]
+    q, *keys, positions, segments = alike(q_BSHK, k_BUNK, v_BUNK, positions, segments)
+    queries = _blocks(block, _grouped(q, N), positions[0], segments[0])
+    keys = _blocks(block, *keys, positions[1], segments[1])
+    scale = K**-0.5
 
     def query_block(_, queries):
         q, q_position, q_segment = queries
@@ -79,21 +134,26 @@ def _forward(block, q, k, v, positions, segments, window):
         seen = total > 0
         out = o / jnp.where(seen, total, 1)[..., None]
         lse = jnp.where(seen, largest + jnp.log(jnp.where(seen, total, 1)), NOTHING)
-        return None, (jnp.moveaxis(out, 3, 1).astype(q.dtype), jnp.moveaxis(lse, 3, 1))
+        return None, (jnp.moveaxis(out, 3, 1).astype(dtype), jnp.moveaxis(lse, 3, 1))
 
     _, (out, lse) = jax.lax.scan(query_block, None, queries)
-    S = q.shape[1]
-    out, lse = _join(out, S), _join(lse, S)
-    return (out, lse), (q, k, v, positions, segments, window, out, lse)
+    return _join(out, S).reshape(B, S, H, K), _join(lse, S).reshape(B, S, H)
 
 
-def _backward(block, saved, cotangents):
-    q, k, v, positions, segments, window, out, lse = saved
-    d_out, d_lse = cotangents
-    scale = q.shape[-1] ** -0.5
-    # d score = p * (d p - delta); what the log-sum-exp passes back joins delta.
-    delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1) - d_lse
-    queries = _blocks(block, q, d_out, lse, delta, positions[0], segments[0])
+def partial_gradient(
+    block, q_BSHK, k_BUNK, v_BUNK, positions, segments, window, lse_BSH, delta_BSH, d_out_BSHK
+):
+    """What some of the keys contribute to the gradients of q, k and v; float32.
+
+    `lse_BSH` and `delta_BSH` (`score_offset`) belong to the output over all keys, as does the
+    cotangent `d_out_BSHK`: contributions to dq just add up.
+    """
+    (B, S, H, K), N = q_BSHK.shape, k_BUNK.shape[2]
+    scale = K**-0.5
+    queries = q_BSHK, d_out_BSHK, lse_BSH, delta_BSH
+    queries, k, v, positions, segments = alike(queries, k_BUNK, v_BUNK, positions, segments)
+    queries = (_grouped(x, N) for x in queries)
+    queries = _blocks(block, *queries, positions[0], segments[0])
     keys = _blocks(block, k, v, positions[1], segments[1])
 
     def key_block(dq_blocks, keys):
@@ -125,12 +185,8 @@ def _backward(block, saved, cotangents):
 
     dq_blocks = jnp.zeros_like(queries[0], dtype=jnp.float32)
     dq_blocks, (dk, dv) = jax.lax.scan(key_block, dq_blocks, keys)
-    dq = _join(dq_blocks, q.shape[1]).astype(q.dtype)
-    dk, dv = (_join(x, k.shape[1]).astype(k.dtype) for x in (dk, dv))
-    return dq, dk, dv, None, None, None
-
-
-_attend.defvjp(_forward, _backward)
+    dq = _join(dq_blocks, S).reshape(B, S, H, K)
+    return dq, *(_join(x, k_BUNK.shape[1]) for x in (dk, dv))
 
 
 def _visible(q_position, q_segment, k_position, k_segment, window):
@@ -138,6 +194,11 @@ def _visible(q_position, q_segment, k_position, k_segment, window):
     apart = q_position[:, :, None] - k_position[:, None]
     same = (q_segment[:, :, None] == k_segment[:, None]) & (k_segment[:, None] > 0)
     return same & (apart >= 0) & (apart < window)
+
+
+def _grouped(x, N: int):
+    """Query heads under the key-value head that they use: `[B, S, N, G, ...]`."""
+    return x.reshape(*x.shape[:2], N, -1, *x.shape[3:])
 
 
 def _blocks(block, *arrays):

@@ -12,6 +12,7 @@ of processes, nor on where reading began. So the state of the data is one intege
 import bisect
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import grain
@@ -104,6 +105,7 @@ def batches(
     batch: int,
     prefetch: int = 2,
     rows_of_batch: slice | Sequence[int] | np.ndarray | None = None,
+    order: np.ndarray | None = None,
 ) -> Iterator[Batch]:
     """Endless batches [B, S]: the first has rows `start` .. `start + batch - 1`, and so on.
 
@@ -111,14 +113,17 @@ def batches(
 
     `rows_of_batch` chooses among the `batch` rows of each batch, by slice or by numbers, in that
     order: each process asks for the rows of its devices, reads no others, and counts `start` and
-    `batch` in rows of all processes. `prefetch` batches are read ahead in as many threads; 0 reads
-    when asked. The threads end when the iterator is closed or forgotten.
+    `batch` in rows of all processes. `order` [S] says which place of a row each column of a batch
+    is, where devices share rows (`zayajax.sequence.shard_order`).
+
+    `prefetch` batches are read ahead in as many threads; 0 reads when asked. The threads end when
+    the iterator is closed or forgotten.
     """
     if start < 0 or batch < 1 or prefetch < 0:
         raise ValueError(f"start {start}, batch {batch} or prefetch {prefetch} is too small")
     chosen = _chosen(batch, rows_of_batch)
     source = grain.MapDataset.source(_Chosen(rows, start, batch, chosen))
-    dataset = source.batch(len(chosen), batch_fn=_stack)
+    dataset = source.batch(len(chosen), batch_fn=partial(_stack, order=order))
     options = grain.ReadOptions(num_threads=prefetch, prefetch_buffer_size=prefetch)
     return _closing(iter(dataset.to_iter_dataset(options)))
 
@@ -130,12 +135,13 @@ def held_out_batches(
     count: int,
     seed: int,
     rows_of_batch: slice | Sequence[int] | np.ndarray | None = None,
+    order: np.ndarray | None = None,
 ) -> list[Batch]:
     """At most `count` batches [B, S], the same at every call; each token is there at most once.
 
     Which rows is chosen by the seed. The last batch is filled up with padding, so that a split that
-    is smaller than a batch gives one batch; an empty split gives none. `rows_of_batch` as in
-    `batches`.
+    is smaller than a batch gives one batch; an empty split gives none. `rows_of_batch` and `order`
+    as in `batches`.
     """
     index = packing.pack(documents.lengths, sequence, seed, epoch=0)
     count = min(count, -(-len(index) // batch))
@@ -144,7 +150,7 @@ def held_out_batches(
     def read(i: int) -> Batch:
         return _row(documents, index, i) if i < len(index) else _padding(sequence)
 
-    return [_stack([read(b * batch + i) for i in chosen]) for b in range(count)]
+    return [_stack([read(b * batch + i) for i in chosen], order) for b in range(count)]
 
 
 def _row(documents: Documents, index: packing.PackingIndex, row: int) -> Batch:
@@ -171,8 +177,10 @@ def _padding(sequence: int) -> Batch:
     return arrays | {"weights": np.zeros(sequence, np.float32)}
 
 
-def _stack(rows: list[Batch]) -> Batch:
-    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+def _stack(rows: list[Batch], order: np.ndarray | None) -> Batch:
+    # Targets, positions and segments were made in the order of the row, and travel with the tokens.
+    columns = slice(None) if order is None else order
+    return {name: np.stack([row[name][columns] for row in rows]) for name in rows[0]}
 
 
 def _chosen(batch: int, rows_of_batch) -> np.ndarray:

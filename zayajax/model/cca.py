@@ -1,15 +1,14 @@
 """Compressed convolutional attention (arXiv 2510.04476), as ZAYA1 has it.
 
 Shape letters: B batch, S sequence, D embed, H query heads, N key-value heads, J = H + N,
-K head width, t0 and t1 taps of the two convolutions.
+K head width, t0 and t1 taps of the two convolutions; n chunks of c positions behind their halos.
 """
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
-from zayajax.attention import local
+from zayajax import attention
 from zayajax.model.common import Packing, einsum32, rotate, vector, weight
 from zayajax.settings import ModelConfig
 
@@ -44,23 +43,25 @@ class CCA(nnx.Module):
         """`rotation`: (cos, sin) of this layer; `window`: keys that a query sees. `[B, S, D]`."""
         dtype = x_BSD.dtype
         # What padding holds never matters: convolutions, value shift and attention all stop at it.
-        q, k = self.queries_and_keys(x_BSD, packing)
-        q, k = (rotate(x, *rotation).astype(dtype) for x in (q, k))
-        v = self.values(x_BSD, packing)
-        positions, segments = (packing.positions_BS,) * 2, (packing.segments_BS,) * 2
-        with jax.named_scope("attention"):
-            o_BSHK, _ = local.attend(q, k, v, positions, segments, window)
-        o_BSHK = checkpoint_name(o_BSHK, "attention")
-        return _plus(jnp.einsum("bshk,hkd->bsd", o_BSHK, self.o[...]), self.o_bias)
-
-    @jax.named_scope("qk")
-    def queries_and_keys(self, x_BSD, packing: Packing):
-        """Convolved, with the mean path, of length sqrt(K) (keys times `temp`), in float32."""
         q = _plus(jnp.einsum("bsd,dhk->bshk", x_BSD, self.q[...]), self.q_bias)
         k = _plus(jnp.einsum("bsd,dnk->bsnk", x_BSD, self.k[...]), self.k_bias)
         qk_BSJK = jnp.concatenate([q, k], axis=2)
-        conv_BSJK = self.convolve(qk_BSJK, packing)
+        now, late = (x_BSD @ w[...] for w in (self.v_now, self.v_late))
+        # Projections are local; what the chunk before has to say comes in one message.
+        qk_BncJK, late_BncC = packing.extend(qk_BSJK, late)
+        q, k = self.queries_and_keys(qk_BSJK, self.convolve(qk_BncJK, packing))
+        q, k = (rotate(x, *rotation).astype(dtype) for x in (q, k))
+        v = self.values(now, packing.own(packing.back(late_BncC, 1)))
+        k, v = packing.own_keys(k), packing.own_keys(v)
+        with jax.named_scope("attention"):
+            o_BSHK, _ = attention.attend(
+                q, k, v, packing.positions, packing.segments, window, packing.layout
+            )
+        return _plus(jnp.einsum("bshk,hkd->bsd", o_BSHK, self.o[...]), self.o_bias)
 
+    @jax.named_scope("qk")
+    def queries_and_keys(self, qk_BSJK, conv_BSJK):
+        """Convolved, with the mean path, of length sqrt(K) (keys times `temp`), in float32."""
         qk_BSJK = qk_BSJK.astype(jnp.float32)
         (H, N), (B, S, _, K) = (self.q.shape[1], self.k.shape[1]), qk_BSJK.shape
         q, k = qk_BSJK[:, :, :H], qk_BSJK[:, :, H:]
@@ -70,21 +71,21 @@ class CCA(nnx.Module):
         return _to_length(q, K**0.5), _to_length(k, K**0.5) * self.temp[...][:, None]
 
     @jax.named_scope("convolutions")
-    def convolve(self, qk_BSJK, packing: Packing):
-        """Depthwise, then grouped by head, both causal inside the document. float32.
+    def convolve(self, qk_BncJK, packing: Packing):
+        """Depthwise, then grouped by head, both causal inside the document. `[B, S, J, K]` float32.
 
         Before a document the depthwise taps read 0 and the grouped ones the depthwise bias, as if
         the document stood alone behind one padding for both.
         """
         t0, t1 = self.depthwise.shape[0], self.grouped.shape[0]
         bias_JK = self.depthwise_bias[...]
-        depth_BSJK = bias_JK + sum(
-            self.depthwise[i].astype(jnp.float32) * packing.back(qk_BSJK, t0 - 1 - i)
+        depth_BncJK = bias_JK + sum(
+            self.depthwise[i].astype(jnp.float32) * packing.back(qk_BncJK, t0 - 1 - i)
             for i in range(t0)
         )
-        depth_BSJK = depth_BSJK.astype(qk_BSJK.dtype)
-        before_JK = bias_JK.astype(qk_BSJK.dtype)
-        taps = [packing.back(depth_BSJK, t1 - 1 - i, before_JK) for i in range(t1)]
+        depth_BncJK = depth_BncJK.astype(qk_BncJK.dtype)
+        before_JK = bias_JK.astype(qk_BncJK.dtype)
+        taps = [packing.own(packing.back(depth_BncJK, t1 - 1 - i, before_JK)) for i in range(t1)]
         taps_BSJC = jnp.concatenate(taps, axis=-1)
         w_JCK = jnp.moveaxis(self.grouped[...], 0, 1).reshape(
             taps_BSJC.shape[2], -1, bias_JK.shape[1]
@@ -96,11 +97,10 @@ class CCA(nnx.Module):
         return grouped_BSJK + self.grouped_bias[...]
 
     @jax.named_scope("v")
-    def values(self, x_BSD, packing: Packing):
+    def values(self, now_BSC, late_BSC):
         """Half of the channels of this token, half of the one before it in its document."""
-        now = _plus(x_BSD @ self.v_now[...], self.v_now_bias)
-        late = _plus(packing.back(x_BSD @ self.v_late[...], 1), self.v_late_bias)
-        (B, S, _), (N, K) = x_BSD.shape, self.k.shape[1:]
+        now, late = _plus(now_BSC, self.v_now_bias), _plus(late_BSC, self.v_late_bias)
+        (B, S, _), (N, K) = now.shape, self.k.shape[1:]
         return jnp.concatenate([now, late], axis=-1).reshape(B, S, N, K)
 
 

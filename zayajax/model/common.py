@@ -1,6 +1,7 @@
 """What all parts of the model share: parameters, norms, and what packing makes visible.
 
-Shape letters: B batch, S sequence, D embed, C any channels, Z = head_dim's rotated pairs.
+Shape letters: B batch, S sequence, D embed, C any channels, Z = head_dim's rotated pairs; n chunks
+of c positions, each behind a halo of h, as `zayajax.sequence` has them.
 """
 
 import contextlib
@@ -10,7 +11,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from zayajax.exchange import shift
+from zayajax.exchange import all_gather
+from zayajax.layout import LOCAL, Layout
+from zayajax.sequence import round_robin, shift, with_halo
 from zayajax.settings import ModelConfig
 
 einsum32 = partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -64,24 +67,50 @@ class Packing:
     """Which tokens belong together, worked out once for all layers.
 
     `segments_BS` numbers the documents of a row, 0 is padding; `positions_BS` restart at each. By
-    default a row is one document, and positions count from its start.
+    default a row is one document, and positions count from its start. Where the layout splits the
+    sequence both are in shard order, and what lies next to each other in the array need not do so
+    in the row: only segments and positions tell.
     """
 
-    def __init__(self, cfg: ModelConfig, segments_BS, positions_BS):
+    def __init__(self, cfg: ModelConfig, segments_BS, positions_BS, layout: Layout = LOCAL):
         if positions_BS is None:
+            if layout.sequence:
+                raise ValueError("a row that is spread over devices needs its positions")
             positions_BS = count_positions(segments_BS)
+        self.layout = layout
         self.segments_BS, self.positions_BS = segments_BS, positions_BS
         self.real_BS = segments_BS > 0
-        reach = max(cfg.cca_time0, cfg.cca_time1, 2)
-        self.same = [segments_BS == shift(segments_BS, n) for n in range(reach)]
         self.rotations = _rotations(cfg, positions_BS)
+        self.halo = cfg.halo
+        (segments_Bnc,) = self.extend(segments_BS)
+        reach = max(cfg.cca_time0, cfg.cca_time1, 2)
+        self.same = [segments_Bnc == shift(segments_Bnc, i, axis=2) for i in range(reach)]
+        if layout.keys:
+            keys = self.own_keys(positions_BS), self.own_keys(segments_BS)
+        else:
+            with jax.named_scope("kv"):
+                both_RBS2 = all_gather(jnp.stack([positions_BS, segments_BS], -1), layout.sequence)
+            keys = both_RBS2[..., 0], both_RBS2[..., 1]
+        self.positions, self.segments = zip((positions_BS, segments_BS), keys, strict=True)
 
-    def back(self, x_BSC, n: int, before=0):
-        """x of the token n places earlier; `before` where that is not in the same document."""
-        if n == 0:
-            return x_BSC
-        same = self.same[n].reshape(self.same[n].shape + (1,) * (x_BSC.ndim - 2))
-        return jnp.where(same, shift(x_BSC, n), before)
+    def extend(self, *arrays_BSC):
+        """Chunks of each array behind their halos, `[B, n, h + c, ...]`: one message for all."""
+        return with_halo(arrays_BSC, self.halo, self.layout.sequence)
+
+    def back(self, x_BncC, i: int, before=0):
+        """x of the token i places earlier; `before` where that is not in the same document."""
+        if i == 0:
+            return x_BncC
+        same = self.same[i].reshape(self.same[i].shape + (1,) * (x_BncC.ndim - 3))
+        return jnp.where(same, shift(x_BncC, i, axis=2), before)
+
+    def own(self, x_BncC):
+        """Without the halos, `[B, S, ...]`."""
+        return x_BncC[:, :, self.halo :].reshape(*self.segments_BS.shape, *x_BncC.shape[3:])
+
+    def own_keys(self, x_BSC):
+        """The part of the keys and values that this device answers for."""
+        return round_robin(x_BSC, self.layout.keys)
 
 
 def count_positions(segments_BS):

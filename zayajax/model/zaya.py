@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from zayajax.mesh import LOCAL, Layout
+from zayajax.layout import LOCAL, Layout
 from zayajax.model import head
 from zayajax.model.cca import CCA
 from zayajax.model.common import Packing, ResidualScale, precision, rms_norm, vector, weight
@@ -37,6 +37,7 @@ class Routing(NamedTuple):
 
     counts_LC: jax.Array  # tokens of each class, padding left out, int32
     choices_LBS: jax.Array  # the class of each token
+    rooms_LC: jax.Array  # how often each capacity of the exchange was used, int32
 
 
 class Block(nnx.Module):
@@ -49,8 +50,8 @@ class Block(nnx.Module):
         self.experts = Experts(cfg, k_experts)
         self.merge_moe = ResidualScale(cfg)
 
-    def __call__(self, x_BSD, above_BSR, gamma_R, packing: Packing, rotation, window, layout):
-        """The residual stream and the router's state, one layer further; counts and choices."""
+    def __call__(self, x_BSD, above_BSR, gamma_R, packing: Packing, rotation, window):
+        """The residual stream and the router's state, one layer further; and its `Routing`."""
         dtype = self.attn.q.dtype
         h_BSD = rms_norm(x_BSD.astype(dtype), self.norm_attn[...], self.eps, dtype)
         with jax.named_scope("cca"):
@@ -58,22 +59,23 @@ class Block(nnx.Module):
         h_BSD = rms_norm(x_BSD.astype(dtype), self.norm_moe[...], self.eps, dtype)
         choice_BS, p_BS, state_BSR = self.router(h_BSD, above_BSR, gamma_R)
         with jax.named_scope("moe"):
-            y_BSD = self.moe(h_BSD, choice_BS, p_BS, packing, layout)
+            y_BSD, rooms_C = self.moe(h_BSD, choice_BS, p_BS, packing)
             x_BSD = self.merge_moe(y_BSD, x_BSD)
         C = self.router.out.shape[-1]
         chosen_BSC = (choice_BS[..., None] == jnp.arange(C)) & packing.real_BS[..., None]
         counts_C = chosen_BSC.sum(axis=(0, 1), dtype=jnp.int32)
-        return x_BSD, state_BSR, counts_C, choice_BS
+        return x_BSD, state_BSR, Routing(counts_C, choice_BS, rooms_C)
 
-    def moe(self, h_BSD, choice_BS, p_BS, packing: Packing, layout: Layout):
+    def moe(self, h_BSD, choice_BS, p_BS, packing: Packing):
         skip = self.router.out.shape[-1] - 1
         # Neither a skipped token nor padding travels.
         travels_BS = jnp.where(packing.real_BS, choice_BS, skip)
         h_TD = h_BSD.reshape(-1, h_BSD.shape[-1])
-        y_BSD = self.experts(h_TD, travels_BS.reshape(-1), layout.expert).reshape(h_BSD.shape)
+        y_TD, rooms_C = self.experts(h_TD, travels_BS.reshape(-1), packing.layout)
+        y_BSD = y_TD.reshape(h_BSD.shape)
         if self.skip == "identity":
             y_BSD = jnp.where((choice_BS == skip)[..., None], h_BSD, y_BSD)
-        return y_BSD * p_BS[..., None].astype(y_BSD.dtype)
+        return y_BSD * p_BS[..., None].astype(y_BSD.dtype), rooms_C
 
 
 class Decoder(nnx.Module):
@@ -122,7 +124,7 @@ class Decoder(nnx.Module):
         cfg, dtype = self.cfg, self.embed.dtype
         if segments_BS is None:
             segments_BS = jnp.ones_like(tokens_BS)
-        packing = Packing(cfg, jnp.asarray(segments_BS), positions_BS)
+        packing = Packing(cfg, jnp.asarray(segments_BS), positions_BS, layout)
         with jax.named_scope("embed"):
             x_BSD = head.embed(self.embed[...], tokens_BS).astype(jnp.float32)
             x_BSD = (x_BSD + self.input_bias[...]) * self.input_scale[...]
@@ -133,10 +135,10 @@ class Decoder(nnx.Module):
             window = None
             if kind is not None:
                 window = jnp.where(kind == 1, cfg.sliding_window, jnp.iinfo(jnp.int32).max)
-            x_BSD, state_BSR, *routing = fetch(block)(
-                x_BSD, above_BSR, gamma_R, packing, (cos, sin), window, layout
+            x_BSD, state_BSR, routing = fetch(block)(
+                x_BSD, above_BSR, gamma_R, packing, (cos, sin), window
             )
-            return (x_BSD, state_BSR), tuple(routing)
+            return (x_BSD, state_BSR), routing
 
         if remat != "none":
             layer = jax.checkpoint(layer, policy=REMAT[remat])
@@ -147,7 +149,7 @@ class Decoder(nnx.Module):
         xs = self.layers, gamma_LR, _kinds(cfg)
         (x_BSD, _), routing = jax.lax.scan(layer, (x_BSD, none_BSR), xs)
         x_BSD = rms_norm(x_BSD.astype(dtype), self.norm_out[...], cfg.norm_eps, dtype)
-        return x_BSD, Routing(*routing)
+        return x_BSD, routing
 
 
 def _kinds(cfg: ModelConfig):

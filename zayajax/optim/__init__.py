@@ -1,3 +1,4 @@
 from zayajax.optim.build import apply, build
+from zayajax.optim.table import describe
 
-__all__ = ["apply", "build"]
+__all__ = ["apply", "build", "describe"]

@@ -4,34 +4,48 @@ It works on {path: parameter}, so that a group is a set of names, and its moment
 the parameters they belong to: `mesh.stored_specs` places both by the same table.
 """
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 import optax
 
 from zayajax.mesh import by_path, is_param
-from zayajax.model.common import Balance
-from zayajax.optim import balance
+from zayajax.optim import balance, table
+from zayajax.optim.muon import scale_by_muon
 from zayajax.optim.schedule import learning_rate
 from zayajax.settings import OptimConfig
 
 
-def build(cfg: OptimConfig) -> optax.GradientTransformation:
-    """AdamW for all that has a gradient, the balance rule for its biases; both take {path: v}."""
+def build(
+    cfg: OptimConfig, stored: Mapping[str, tuple] | None = None
+) -> optax.GradientTransformation:
+    """All the rules of `optim.table` as one, on {path: parameter}.
 
-    def adamw(decay):
-        rule = optax.chain(
-            optax.scale_by_adam(cfg.beta1, cfg.beta2, cfg.eps),
-            optax.add_decayed_weights(decay) if decay else optax.identity(),
-            optax.scale_by_learning_rate(learning_rate(cfg)),
-        )
+    `stored`: path -> mesh axes of each dimension (`mesh.stored_axes`); None without a mesh. Its
+    `update` depends on it, its state does not. Raises ValueError for a path without a rule.
+    """
+
+    def descent(*rule, decay: float):
+        decay = optax.add_decayed_weights(decay) if decay else optax.identity()
+        return optax.chain(*rule, decay, optax.scale_by_learning_rate(learning_rate(cfg)))
+
+    def adamw(decay: float):
+        rule = descent(optax.scale_by_adam(cfg.beta1, cfg.beta2, cfg.eps), decay=decay)
         return _store_as(cfg.state_dtype, rule)
 
+    if cfg.matrices == "muon":
+        muon = scale_by_muon(cfg.momentum, table.matrix, stored, cfg.state_dtype)
+        matrices = descent(muon, decay=cfg.weight_decay)
+    else:
+        matrices = adamw(cfg.weight_decay)
     groups = {
-        "matrices": adamw(cfg.weight_decay),
-        "others": adamw(0.0),
-        "balance": balance.transform(cfg),
+        table.MATRICES: matrices,
+        table.ADAMW_DECAYED: adamw(cfg.weight_decay),
+        table.ADAMW: adamw(0.0),
+        table.BALANCE: balance.transform(cfg),
     }
-    return optax.partition(groups, lambda named: {k: _group(k, v) for k, v in named.items()})
+    return optax.partition(groups, table.groups)
 
 
 def apply(tx: optax.GradientTransformation, grads, opt_state, params):
@@ -40,15 +54,6 @@ def apply(tx: optax.GradientTransformation, grads, opt_state, params):
     updates, opt_state = tx.update(by_path(grads), opt_state, named)
     leaves = optax.apply_updates(named, updates).values()
     return jax.tree.unflatten(jax.tree.structure(params, is_leaf=is_param), leaves), opt_state
-
-
-def _group(path: str, v) -> str:
-    """Only matrices decay: not vectors and biases, nor the depthwise taps and the vocabulary."""
-    if isinstance(v, Balance):
-        return "balance"
-    if path in ("embed", "head") or path.endswith(("bias", "depthwise", "gamma")):
-        return "others"
-    return "matrices" if len(v.axes) >= 2 else "others"
 
 
 def _store_as(dtype: str, tx: optax.GradientTransformation) -> optax.GradientTransformation:

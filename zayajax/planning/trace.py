@@ -12,13 +12,13 @@ from collections.abc import Iterator
 
 import jax
 
-from zayajax.mesh import GPU, NODE
+from zayajax.layout import GPU, NODE
 
 SPANS = {frozenset([GPU]): "node", frozenset([NODE]): "rail", frozenset([NODE, GPU]): "world"}
 # Name an axis, but send nothing.
 SILENT = {"axis_index", "axis_size", "pvary", "pcast", "preduced", "vary_unreduced_cast"}
 # What the model sends inside its loops; weights and gradients have no business there.
-ACTIVATIONS = {"exchange", "bucket"}
+ACTIVATIONS = {"exchange", "bucket", "combine", "halo", "kv", "ring", "tree"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,9 @@ def _listed(eqn, axes, here: Collective) -> Iterator[Collective]:
     if eqn.params.get("axis_index_groups") is not None:
         span = "partial"
     moved: dict[str, list[int]] = {}  # dtype -> bytes in, bytes out
-    for side, variables in enumerate((eqn.invars, eqn.outvars)):
+    # The others of a ragged exchange are where its rows go to, offsets and sizes.
+    sent = eqn.invars[:1] if op == "ragged_all_to_all" else eqn.invars
+    for side, variables in enumerate((sent, eqn.outvars)):
         for v in variables:
             size = math.prod(v.aval.shape) * v.aval.dtype.itemsize
             moved.setdefault(str(v.aval.dtype), [0, 0])[side] += size
@@ -110,10 +112,10 @@ def _inner(eqn, here: Collective):
         change = {"in_loop": True, "times": times}
     elif name == "while":
         change = {"in_loop": True, "times": None}
-    for x in jax.tree.leaves(list(params.values()), is_leaf=_is_program):
-        if _is_program(x):
+    for x in jax.tree.leaves(list(params.values()), is_leaf=is_program):
+        if is_program(x):
             yield getattr(x, "jaxpr", x), change
 
 
-def _is_program(x) -> bool:
+def is_program(x) -> bool:
     return hasattr(x, "eqns") or hasattr(getattr(x, "jaxpr", None), "eqns")

@@ -39,8 +39,9 @@ def plots(run: Run, config: dict) -> dict[str, str]:
         ),
         ("tokens_per_second", "tokens per second", {"zero": True}),
         ("max_expert_load", "largest load (1 = even)", {"zero": True, "level": 1}),
+        ("exchange_capacity", "room (1 = even)", {"zero": True, "level": 1}),
     ):
-        if key in known:
+        if key in known and not (key == "exchange_capacity" and np.all(run.train[key] == 1)):
             figures[key] = series_plot(run.train, key, label, **options)
     if (mean := run.load.mean()) is not None:
         figures["expert_load"] = load_plot(*mean)

@@ -11,7 +11,7 @@ import numpy as np
 from zayajax.training.metrics import TRAIN_KEYS
 
 COLUMNS = 400  # of the heat map
-SCALARS = tuple(key for key in TRAIN_KEYS if key not in ("step", "kind"))
+SCALARS = (*(key for key in TRAIN_KEYS if key not in ("step", "kind")), "exchange_capacity")
 
 
 class Run:

@@ -12,26 +12,29 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from zayajax import checkpoint, config as configs, weights
+from zayajax import checkpoint, config as configs, optim, weights
 from zayajax.config import to_tree
 from zayajax.data import corpus as corpora, pipeline, tokenizer as tokenizers
 from zayajax.errors import UserError
+from zayajax.exchange import capacities
 from zayajax.generate import decode
+from zayajax.layout import WORLD
 from zayajax.machine import peak_flops
-from zayajax.mesh import WORLD, emulate, make_mesh
+from zayajax.mesh import by_path, emulate, make_mesh
 from zayajax.model.flops import train_flops_per_token
 from zayajax.report import write_report
-from zayajax.settings import Config
+from zayajax.settings import SHAPES, Config, ModelConfig
 from zayajax.training import folder
 from zayajax.training.display import Progress
 from zayajax.training.feed import Feed
-from zayajax.training.metrics import MetricsLog, load_metrics
+from zayajax.training.metrics import MetricsLog, exchange_metrics, load_metrics
 from zayajax.training.state import TrainState
 from zayajax.training.step import Program, build
 
 # A line carries the load of every expert at most this many times a run: 40 layers of 17 classes
 # would fill gigabytes, and the report's heat map has no more columns than this.
 LOAD_LINES = 2000
+EMULATED = 64  # devices on one CPU: each step of more takes minutes
 PROMPT, TEMPERATURE = 48, 0.8  # of the samples: tokens, and how far from the most likely
 
 
@@ -69,12 +72,17 @@ def train(
     folder.check(run_dir, resume=resume, fresh=fresh, init_from=init_from)
     config = configs.absolute(config)
     words = tokenizers.load(config.data.tokenizer)
+    changes = init_from and same_shape(init_from, config.model)
     text = corpora.open_corpus(config.data, words, config.model.vocab, run_dir / folder.DATA)
     emulate(config.mesh.devices)
     mesh = make_mesh(config.mesh.nodes, config.mesh.gpus)
+    if mesh.devices.flat[0].platform == "cpu" and mesh.size > EMULATED:
+        raise UserError(
+            f"mesh.nodes * mesh.gpus = {mesh.size}, and a CPU stands for at most {EMULATED} GPUs; "
+            "set them to the machine at hand"
+        )
     program = build(config, mesh)
     params = init_from and weights.read(init_from, program.state.params)
-    changes = init_from and configs.changes(weights.config_of(init_from), config.model)
     if fresh:  # only now, when nothing is wrong with what was asked for
         folder.clear(run_dir)
     with checkpoint.Checkpoints(run_dir, config.checkpoint.keep) as saved:
@@ -84,6 +92,17 @@ def train(
         run.start(resume, params)
         run.steps()
         return run.finish()
+
+
+def same_shape(source: Path, model: ModelConfig) -> list[str]:
+    """What else differs in the settings of the weights at `source`; UserError if they don't fit."""
+    theirs = weights.config_of(source)
+    if wrong := configs.changes(theirs, model, SHAPES):
+        raise UserError(
+            f"{source}: is of another model: {', '.join(f'model.{c}' for c in wrong)}; "
+            "set these to what they were"
+        )
+    return configs.changes(theirs, model)
 
 
 class _Run:
@@ -96,11 +115,14 @@ class _Run:
         self.show = show and self.lead
         train = config.train
         self.feed = Feed(program.batch_sharding, train.batch, train.sequence)
+        tokens = train.batch * train.sequence // (train.micro_batches * config.mesh.devices)
+        self.rooms = np.asarray(capacities(tokens, config.mesh.gpus)) * config.mesh.gpus / tokens
         self.flops = train_flops_per_token(config.model, train.sequence)
         peak = peak_flops(jax.devices()[0].device_kind)
         self.peak = peak and peak * config.mesh.devices
+        self.part = {"rows_of_batch": self.feed.rows, "order": self.feed.order}
         held_out = (text.held_out, train.sequence, train.batch, train.eval_batches, train.seed)
-        self.held_out = pipeline.held_out_batches(*held_out, self.feed.rows) if held_out[0] else []
+        self.held_out = pipeline.held_out_batches(*held_out, **self.part) if held_out[0] else []
         self.loss = self.held_out_loss = None
 
     def start(self, resume: bool, params):
@@ -114,6 +136,7 @@ class _Run:
         if any(self.text.skipped.values()):
             left_out = ", ".join(f"{n} {what}" for what, n in self.text.skipped.items() if n)
             self.say(f"{self.config.data.corpus}: files or lines left out: {left_out}")
+        self.say(optim.describe(self.config.optim, by_path(self.program.state.params)))
         if resume:
             found = self.saved.restore(self.program.state, self.same_run, self.say)
             if found is None:
@@ -146,7 +169,7 @@ class _Run:
         rows = pipeline.Rows(
             self.text.train, train.sequence, train.seed, self.run_dir / folder.DATA
         )
-        batches = pipeline.batches(rows, self.row, train.batch, rows_of_batch=self.feed.rows)
+        batches = pipeline.batches(rows, self.row, train.batch, **self.part)
         # On emulated devices one step may be in flight: several can starve each other of threads.
         # Elsewhere the metrics of the step before are fetched, so that the device never waits.
         ahead = 0 if jax.default_backend() == "cpu" else 1
@@ -185,7 +208,9 @@ class _Run:
         metrics = jax.device_get(metrics)
         seconds, self.mark = time.perf_counter() - self.mark, time.perf_counter()
         rate = train.batch * train.sequence / seconds
-        loads = load_metrics(metrics["counts_LC"])
+        loads = load_metrics(metrics["counts_LC"]) | exchange_metrics(
+            metrics["rooms_LC"], self.rooms
+        )
         if step % max(1, train.steps // LOAD_LINES):
             del loads["expert_load"]
         self.loss = float(metrics["loss"])

@@ -48,14 +48,19 @@ def router_entropy(counts_LC) -> float:
     `counts_LC` are the tokens of each class, int `[L, E+1]`. The skip class and the layers without
     a token in any expert are left out. 0 if that leaves no layer; a single expert is even.
     """
-    p_LE = _among_experts(counts_LC)
-    if not p_LE.size:
-        return 0.0
-    if p_LE.shape[1] == 1:
-        return 1.0
+    used = [h for h in entropy_by_layer(counts_LC) if h is not None]
+    return float(np.mean(used)) if used else 0.0
+
+
+def entropy_by_layer(counts_LC) -> list[float | None]:
+    """H(load) / ln E of each layer; None for one without a token in any expert."""
+    counts_LE = np.asarray(counts_LC, dtype=np.int64)[:, :-1]
+    E, total_L = counts_LE.shape[1], counts_LE.sum(axis=1)
+    p_LE = counts_LE / np.maximum(total_L, 1)[:, None]
     # 0 ln 0 is 0. The absolute value only turns -0.0 into 0.0.
     p_ln_p_LE = p_LE * np.log(p_LE, where=p_LE > 0, out=np.zeros_like(p_LE))
-    return float(abs(p_ln_p_LE.sum(axis=1).mean()) / math.log(p_LE.shape[1]))
+    h_L = abs(p_ln_p_LE.sum(axis=1)) / math.log(E) if E > 1 else np.ones(len(p_LE))
+    return [float(h) if n else None for h, n in zip(h_L, total_L, strict=True)]
 
 
 def max_expert_load(counts_LC) -> float:
@@ -83,9 +88,25 @@ def load_metrics(counts_LC) -> dict:
     """All that a train line says about the experts, from int counts `[L, E+1]`."""
     return {
         "router_entropy": router_entropy(counts_LC),
+        "entropy_by_layer": [h and round(h, 5) for h in entropy_by_layer(counts_LC)],
         "max_expert_load": max_expert_load(counts_LC),
         "skip_fraction": skip_fraction(counts_LC),
         "expert_load": expert_load(counts_LC),
+    }
+
+
+def exchange_metrics(rooms_LC, sizes_C) -> dict:
+    """Which capacities the expert exchange ran with.
+
+    `rooms_LC`: how often each was used, over layers, micro-batches and devices; `sizes_C` what each
+    is as a multiple of the even share. `exchange_capacity` is their mean, the bytes sent over the
+    fewest that an even routing could do with; `exchange_buckets` are the shares of the capacities.
+    """
+    uses_C = np.asarray(rooms_LC, dtype=np.int64).sum(axis=0)
+    shares_C = uses_C / uses_C.sum()
+    return {
+        "exchange_capacity": float(shares_C @ np.asarray(sizes_C)),
+        "exchange_buckets": np.round(shares_C, 5).tolist(),
     }
 
 

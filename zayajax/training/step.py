@@ -2,9 +2,11 @@
 
 `build` makes it one `jax.shard_map` under one `jax.jit`; without a mesh, only the latter.
 
-Shape letters: B sequences of this device, S sequence, L layers, C router classes, V vocabulary.
+Shape letters: B sequences of this device, S sequence, L layers, C router classes (of rooms:
+capacities of the exchange), V vocabulary.
 """
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -15,15 +17,14 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from zayajax import optim
+from zayajax.layout import LAYOUTS, LOCAL, WORLD, Layout
 from zayajax.mesh import (
-    LAYOUTS,
-    LOCAL,
-    Layout,
     gather,
     global_norm,
     layer_gather,
     places,
     scatter,
+    stored_axes,
     stored_specs,
     total,
 )
@@ -32,7 +33,7 @@ from zayajax.model.common import precision
 from zayajax.model.zaya import Decoder
 from zayajax.optim import balance
 from zayajax.optim.schedule import learning_rate
-from zayajax.settings import Config
+from zayajax.settings import Config, MeshConfig
 from zayajax.training.state import TrainState, init_state
 
 
@@ -41,7 +42,7 @@ class Program(NamedTuple):
 
     init: Callable  # key -> state
     train_step: Callable  # (state, batch) -> (state, metrics); the state is donated
-    eval_step: Callable  # (params, batch) -> {"loss", "weight", "counts_LC"}, sums
+    eval_step: Callable  # (params, batch) -> sums: loss, weight, counts_LC, rooms_LC
     next_logits: Callable  # (params, tokens_BS, segments_BS, index_B) -> [B, V] float32
     state: TrainState  # abstract, with shardings: what a checkpoint is restored against
     batch_sharding: NamedSharding | None
@@ -79,12 +80,14 @@ def loss_sums(model: Decoder, fetch, batch, at: Setting):
     x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
     targets_T, weights_T = batch["targets"].reshape(-1), batch["weights"].reshape(-1)
     loss = head.nll_sum(x_TD, *model.head_weights(), targets_T, weights_T)
-    return loss, {"loss": loss, "weight": weights_T.sum(), "counts_LC": routing.counts_LC}
+    sums = {"counts_LC": routing.counts_LC, "rooms_LC": routing.rooms_LC}
+    return loss, sums | {"loss": loss, "weight": weights_T.sum()}
 
 
-def train_step(state: TrainState, batch, *, at: Setting):
+def gradients(params: Decoder, batch, *, at: Setting):
+    """Gradients of the mean loss of the global batch, stored as the parameters; and the sums."""
     cfg, A = at.config, at.config.train.micro_batches
-    model, fetch = usable(state.params, at)
+    model, fetch = usable(params, at)
 
     def micro_step(grads, micro_batch):
         loss = partial(loss_sums, fetch=fetch, batch=micro_batch, at=at)
@@ -97,9 +100,14 @@ def train_step(state: TrainState, batch, *, at: Setting):
 
     with jax.named_scope("metrics"):
         sums = total(jax.tree.map(lambda x: x.sum(0), sums), at.layout.tokens)
-    weight = jnp.where(sums["weight"] > 0, sums["weight"], 1)
+    weight = _positive(sums["weight"])
     grads = scatter(grads, at.where, cfg.train.reduce_dtype)
-    grads = jax.tree.map(lambda g: g / weight, grads)
+    return jax.tree.map(lambda g: g / weight, grads), sums
+
+
+def train_step(state: TrainState, batch, *, at: Setting):
+    cfg = at.config
+    grads, sums = gradients(state.params, batch, at=at)
     norm = global_norm(grads, at.where)
     grads = jax.tree.map(lambda g: g * jnp.minimum(1, cfg.optim.clip / norm), grads)
     bias = grads.layers.router.balance_bias
@@ -107,9 +115,13 @@ def train_step(state: TrainState, batch, *, at: Setting):
     grads.layers.router.balance_bias = bias.replace(excess)
 
     params, opt_state = optim.apply(at.tx, grads, state.opt_state, state.params)
-    metrics = sums | {"loss": sums["loss"] / weight, "grad_norm": norm}
+    metrics = sums | {"loss": sums["loss"] / _positive(sums["weight"]), "grad_norm": norm}
     metrics["learning_rate"] = learning_rate(cfg.optim)(state.step)
     return TrainState(state.step + 1, params, opt_state), metrics
+
+
+def _positive(weight):
+    return jnp.where(weight > 0, weight, 1)  # a batch of padding has loss 0 and moves nothing
 
 
 def eval_step(params: Decoder, batch, *, at: Setting):
@@ -127,16 +139,28 @@ def next_logits(params: Decoder, tokens_BS, segments_BS, index_B, *, at: Setting
     return head.logits(x_B1D, *model.head_weights())[:, 0]
 
 
+def layout_of(config: MeshConfig, mesh: Mesh) -> Layout:
+    """The layout that a config names, with its ways to attend and to exchange."""
+    way = config.exchange
+    if way == "ragged" and isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu":
+        way = "emulated"
+    layout = LAYOUTS[config.layout]
+    return dataclasses.replace(layout, attention=config.attention, exchange=way)
+
+
 def build(config: Config, mesh: Mesh | None = None) -> Program:
     """Everything a run calls, for this mesh. No other function of the run calls `jax.jit`."""
-    tx = optim.build(config.optim)
-    init = partial(init_state, config=config, tx=tx)
+    # The first state is the same on every mesh; how it is updated is not.
+    init = partial(init_state, config=config, tx=optim.build(config.optim))
     abstract = jax.eval_shape(init, jax.random.key(0))
-    layout = LOCAL if mesh is None else LAYOUTS[config.mesh.layout]
-    at = Setting(config, layout, places(abstract.params, mesh, layout, config.mesh.zero), tx)
+    tx = optim.build(config.optim, stored_axes(abstract.params, mesh))
+    layout = LOCAL if mesh is None else layout_of(config.mesh, mesh)
+    # Prompts are spread over all devices, each whole, whatever the training does with its rows.
+    by_prompt = layout if mesh is None else dataclasses.replace(layout, batch=WORLD, sequence=())
 
-    def exact(fn):
+    def exact(fn, layout):
         """Traced under the precision that the compute dtype promises, backward passes too."""
+        at = Setting(config, layout, places(abstract.params, mesh, layout, config.mesh.zero), tx)
 
         def run(*args):
             with precision(config.train.compute_dtype):
@@ -144,13 +168,14 @@ def build(config: Config, mesh: Mesh | None = None) -> Program:
 
         return run
 
-    step, evaluate, logits = map(exact, (train_step, eval_step, next_logits))
+    step, evaluate = exact(train_step, layout), exact(eval_step, layout)
+    logits = exact(next_logits, by_prompt)
     if mesh is None:
         step = jax.jit(step, donate_argnums=0)
         return Program(jax.jit(init), step, jax.jit(evaluate), jax.jit(logits), abstract, None)
 
     specs = stored_specs(abstract, mesh)
-    rows, by_row, whole = P(layout.batch, layout.sequence), P(layout.batch), P()
+    rows, prompts, whole = P(layout.batch, layout.sequence), P(by_prompt.batch), P()
     state_at = jax.tree.map(partial(NamedSharding, mesh), specs)
 
     def on_mesh(fn, in_specs, out_specs, **options):
@@ -166,7 +191,7 @@ def build(config: Config, mesh: Mesh | None = None) -> Program:
         init=jax.jit(init, out_shardings=state_at),
         train_step=on_mesh(step, (specs, rows), (specs, whole), donate_argnums=0),
         eval_step=on_mesh(evaluate, (specs.params, rows), whole),
-        next_logits=on_mesh(logits, (specs.params, rows, rows, by_row), by_row),
+        next_logits=on_mesh(logits, (specs.params, prompts, prompts, prompts), prompts),
         state=state,
         batch_sharding=NamedSharding(mesh, rows),
     )

@@ -7,6 +7,7 @@ A fair one: K and V are not repeated to the query heads and travel together, eac
 before the products that it can hide behind, and what has come round is not sent once more.
 """
 
+import math
 from functools import partial
 
 import jax
@@ -117,10 +118,18 @@ def _around(axes, station, carry):
 
 @jax.named_scope("ring")
 def _hop(x, axis, by: int = 1):
-    """To the rank `by` places on along a mesh axis; None is no hop."""
+    """To the rank `by` places on along a mesh axis; None is no hop.
+
+    In one ring of all ranks: where that many places make several smaller ones, one by one.
+    """
     if axis is None or by == 0:
         return x
     R = ranks((axis,))
+    if math.gcd(by, R) > 1:
+        back = by > R // 2
+        for _ in range(R - by if back else by):
+            x = _hop(x, axis, R - 1 if back else 1)
+        return x
     return jax.lax.ppermute(x, axis, [(r, (r + by) % R) for r in range(R)])
 
 

@@ -65,3 +65,4 @@ LAYOUTS = {
     "decode": Layout(keys=RAILS_FIRST, expert=(GPU,)),
 }
 PRETRAIN = LAYOUTS["pretrain"]
+TRAINED = ("pretrain", "context", "context-wide")  # the names of those that a run can have

@@ -7,7 +7,7 @@ import dataclasses
 import math
 
 from zayajax.errors import UserError
-from zayajax.layout import GPU, LAYOUTS, NODE
+from zayajax.layout import GPU, LAYOUTS, NODE, TRAINED
 
 DTYPES = ("float32", "bfloat16")
 
@@ -135,7 +135,7 @@ class MeshConfig:
     layout: str = setting(
         "pretrain",
         "all GPUs split the batch; or the GPUs of a node share each row; or all GPUs do",
-        ("pretrain", "context", "context-wide"),
+        TRAINED,
     )
     attention: str = setting(
         "gather",

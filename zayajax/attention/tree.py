@@ -15,9 +15,9 @@ from zayajax.attention import local
 from zayajax.exchange import ranks
 from zayajax.mesh import total
 
-# Up to here, partial results of all ranks together, one message costs less than two. Estimated for
-# MI300X (20 us a message, 48 GB/s a link, 50 GB/s a NIC): the order turns at 10 MB in a node of
-# eight, and at 2.5 MB over 128 nodes. experiments/tree_merge.py measures it.
+# Up to here, partial results of all ranks together, one message costs less than two. By
+# `planning.fabric` the order turns at 10 MB in a node of eight MI300X, and nowhere below 7 MB.
+# experiments/tree_merge.py measures it.
 ONE_MESSAGE_BYTES = 1 << 20
 
 

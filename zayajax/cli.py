@@ -2,11 +2,16 @@
 
 import argparse
 import errno
+import json
+import os
+import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from zayajax import __version__, config as configs
+from zayajax import __version__, config as configs, machine as machines
 from zayajax.errors import UserError
+from zayajax.layout import TRAINED
 
 # A full disk, a folder that may not be written: not our mistake, so no traceback.
 OF_THE_MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
@@ -14,6 +19,8 @@ OF_THE_MACHINE |= {errno.EISDIR, errno.ENOTDIR}
 
 
 ABOUT = "Trains, samples and converts ZAYA mixture-of-experts models, and reports on runs."
+# --section.key value may follow; and options of their own that are called like a key of a config.
+WITH_CONFIG = {"train": (), "audit": ("nodes", "layout"), "plan": ("nodes",)}
 SKIPS = ("identity", "zero")
 SKIP_HELP = (
     "of transformers' weights: what a token that skips its expert adds, p * h or (as there) 0"
@@ -25,10 +32,15 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     try:
         overrides = {}
-        if argv[:1] == ["train"]:
-            argv, overrides = _take_overrides(argv)
+        if argv[:1] and argv[0] in WITH_CONFIG:
+            argv, overrides = _take_overrides(argv, WITH_CONFIG[argv[0]])
         args = _parser().parse_args(argv, argparse.Namespace(overrides=overrides))
-        return args.run(args) or 0
+        status = args.run(args) or 0
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # who reads, such as `head`, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except UserError as error:
         print(f"zayajax: {error}", file=sys.stderr)
         return 2
@@ -89,10 +101,38 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--reference", type=Path, help="expected.npz with inputs and their logits")
     check.set_defaults(run=_check)
 
+    audit = commands.add_parser("audit", help="every collective and the memory of a step, traced")
+    audit.add_argument("config", type=Path)
+    _of_machine(audit)
+    audit.add_argument("--layout", choices=TRAINED, help="[mesh.layout of CONFIG]")
+    audit.add_argument("--step", choices=("train", "eval", "decode"), default="train")
+    audit.add_argument("--compile", action="store_true", help="also look for others, compiled")
+    audit.set_defaults(run=_audit)
+
+    plan = commands.add_parser("plan", help="memory and time of each way to run, by arithmetic")
+    plan.add_argument("what", metavar="CONFIG", help="or: collectives, what each costs")
+    _of_machine(plan)
+    plan.set_defaults(run=_plan)
+
+    bench = commands.add_parser("bench", help="measures the devices at hand")
+    benches = bench.add_subparsers(dest="bench", required=True, metavar="NAME")
+    collectives = benches.add_parser("collectives", help="each operation, by size and group")
+    collectives.add_argument("--largest", metavar="BYTES", help="of a message, such as 64MiB")
+    collectives.add_argument("--json", action="store_true", help="for programs")
+    collectives.set_defaults(run=_bench_collectives)
+
     report = commands.add_parser("report", help="a run as one HTML page")
     report.add_argument("run_dir", type=Path)
     report.set_defaults(run=_report)
     return parser
+
+
+def _of_machine(parser):
+    parser.add_argument("--nodes", type=int, metavar="N", help="[mesh.nodes of CONFIG]")
+    parser.add_argument(
+        "--machine", type=machines.named, default="MI300X", help="what a node is of [MI300X]"
+    )
+    parser.add_argument("--json", action="store_true", help="for programs")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -103,13 +143,13 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
-def _take_overrides(argv: list[str]) -> tuple[list[str], dict[str, str]]:
+def _take_overrides(argv: list[str], own: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Takes --section.key value and --section.key=value out of the words, wherever they stand."""
     left, found, words = [], {}, iter(argv)
     for word in words:
         key, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or "." not in key:
-            if word.startswith("--") and (meant := configs.named(key)):
+            if word.startswith("--") and key not in own and (meant := configs.named(key)):
                 raise UserError(f"{word}: unknown argument; did you mean --{meant}?")
             left.append(word)
             continue
@@ -175,3 +215,48 @@ def _report(args):
     from zayajax.report import write_report
 
     print(write_report(args.run_dir))
+
+
+def _audit(args):
+    from zayajax.planning import audit
+
+    config = _scaled(args.config, args, args.layout)
+    found = audit.audit(config, args.machine, step=args.step, compile=args.compile)
+    print(json.dumps(found.to_json(), indent=1) if args.json else found)
+    return 0 if found.ok else 1
+
+
+def _plan(args):
+    if args.what == "collectives":
+        if args.nodes or args.overrides:
+            raise UserError("plan collectives: lists 2 to 128 nodes, and takes --machine alone")
+        from zayajax.planning.fabric import collective_table
+
+        found = collective_table(args.machine)
+        print(json.dumps(list(found.rows), indent=1) if args.json else found)
+        return
+    from zayajax.planning import plan
+
+    found = plan.plan(_scaled(Path(args.what), args), args.machine)
+    print(json.dumps(found.to_json(), indent=1) if args.json else found)
+
+
+def _scaled(path, args, layout=None):
+    """The config on the nodes that are asked for, with as many tokens a GPU as it says."""
+    from zayajax.planning.scale import batch_at
+
+    as_it_is, given = configs.load(path), dict(args.overrides)
+    mesh = {"nodes": args.nodes, "gpus": args.machine.gpus, "layout": layout}
+    given |= {f"mesh.{key}": str(value) for key, value in mesh.items() if value is not None}
+    if "train.batch" not in given:
+        nodes = given.get("mesh.nodes", "")
+        nodes = int(nodes) if nodes.lstrip("-").isdecimal() else as_it_is.mesh.nodes
+        given["train.batch"] = str(batch_at(as_it_is, nodes, args.machine.gpus))
+    return configs.load(path, given)
+
+
+def _bench_collectives(args):
+    from zayajax.bench import collectives
+
+    found = collectives.measure(args.largest)
+    print(json.dumps(list(found.rows), indent=1) if args.json else found)

@@ -90,9 +90,11 @@ def test_large_matrices_are_worked_on_one_by_one():
     def work(*shape):
         return peak_bytes(jax.jit(muon.orthogonalize), jax.ShapeDtypeStruct(shape, "bfloat16"))
 
-    assert work(1, 2048, 1024) == work(7, 2048, 1024)
+    # A loop of several turns has the result of one beside the stack of all: a single turn is none.
+    assert work(2, 2048, 1024) == work(7, 2048, 1024) == work(1, 2048, 1024) + 2 * 2048 * 1024
     # Small ones together, as many as divide the stack: of 8 x 2^18 numbers 4 at once.
-    assert work(8, 512, 512) == work(4, 512, 512) == pytest.approx(4 * work(1, 512, 512), rel=1e-4)
+    assert work(8, 512, 512) == work(16, 512, 512) == work(4, 512, 512) + 2 * 4 * 512 * 512
+    assert work(4, 512, 512) == pytest.approx(4 * work(1, 512, 512), rel=1e-4)
 
 
 def dimension_numbers(path, v):

@@ -4,11 +4,12 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 
 from zayajax.layout import GPU, NODE, WORLD
-from zayajax.planning.trace import Collective, collectives, weights_in_loops
+from zayajax.planning.trace import Collective, collectives, components, weights_in_loops
 
 MESH = AbstractMesh((128, 8), WORLD, axis_types=(AxisType.Auto,) * 2)
 f32 = partial(jax.ShapeDtypeStruct, dtype="float32")
@@ -71,14 +72,91 @@ def test_a_sum_of_several_arrays_counts_them_all():
     assert sum(c.bytes for c in found if c.dtype == "int32") == 4 * 4
 
 
-def test_part_of_an_axis_is_not_a_node():
-    groups = [[0, 1, 2, 3], [4, 5, 6, 7]]
+def whole(n):
+    return [list(range(n))]
 
+
+@pytest.mark.parametrize(
+    ("axes", "groups", "span", "size"),
+    [
+        (GPU, [[0, 1, 2, 3], [4, 5, 6, 7]], "partial", 4),
+        (GPU, [[0, 7], [1, 6], [2, 5], [3, 4]], "partial", 2),
+        (GPU, whole(8), "node", 8),
+        (NODE, [list(range(64)), list(range(64, 128))], "partial", 64),
+        (NODE, whole(128), "rail", 128),
+        # Over both axes: nodes, rails, all, two nodes together, halves of nodes.
+        (WORLD, np.arange(1024).reshape(128, 8).tolist(), "node", 8),
+        (WORLD, np.arange(1024).reshape(128, 8).T.tolist(), "rail", 128),
+        (WORLD, whole(1024), "world", 1024),
+        (WORLD, np.arange(1024).reshape(64, 16).tolist(), "partial", 16),
+        (WORLD, np.arange(1024).reshape(256, 4).tolist(), "partial", 4),
+        ((GPU, NODE), np.arange(1024).reshape(8, 128).tolist(), "rail", 128),
+        ((GPU, NODE), np.arange(1024).reshape(8, 128).T.tolist(), "node", 8),
+    ],
+)
+def test_groups_are_what_they_are(axes, groups, span, size):
     def fn(x):
-        return jax.lax.psum(x, GPU, axis_index_groups=groups)
+        return jax.lax.psum(x, axes, axis_index_groups=groups)
 
     (found,) = trace(fn, f32((1024,)), check_vma=False)
-    assert found.span == "partial"
+    assert (found.span, found.group) == (span, size)
+
+
+def shift(n, by=1):
+    return [(i, (i + by) % n) for i in range(n)]
+
+
+@pytest.mark.parametrize(
+    ("axes", "pairs", "span", "size"),
+    [
+        (GPU, shift(8), "node", 8),
+        (GPU, shift(8)[:-1], "node", 8),  # none goes round: all are tied together still
+        (GPU, shift(8, 2), "partial", 4),
+        (GPU, shift(8, 3), "node", 8),
+        (GPU, [(0, 1), (1, 0), (2, 3), (3, 2), (4, 5), (5, 4), (6, 7), (7, 6)], "partial", 2),
+        (GPU, [(0, 1)], "partial", 2),
+        (NODE, shift(128), "rail", 128),
+        (NODE, shift(128, 64), "partial", 2),
+        (WORLD, shift(1024, 8), "rail", 128),
+        (WORLD, shift(1024), "world", 1024),
+        (WORLD, [(i, i // 8 * 8 + (i + 1) % 8) for i in range(1024)], "node", 8),
+        (GPU, [(i, i) for i in range(8)], "one", 1),
+    ],
+)
+def test_permutes_by_their_pairs(axes, pairs, span, size):
+    (found,) = trace(lambda x: jax.lax.ppermute(x, axes, pairs), f32((1024,)))
+    assert (found.op, found.span, found.group) == ("ppermute", span, size)
+
+
+def test_components_of_random_pairs():
+    """Two are together where a walk along pairs, either way, leads from one to the other."""
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        n, k = int(rng.integers(2, 12)), int(rng.integers(1, 10))
+        pairs = rng.integers(0, n, (k, 2)).tolist()
+        near = np.eye(n, dtype=int)
+        for a, b in pairs:
+            near[a, b] = near[b, a] = 1
+        walks = np.linalg.matrix_power(near, n) > 0
+        found = components(pairs)
+        used = {i for pair in pairs for i in pair}
+        assert sorted(i for part in found for i in part) == sorted(used)
+        for part in found:
+            assert {*part} == {*np.flatnonzero(walks[part[0]])}
+
+
+@pytest.mark.parametrize(
+    ("shape", "spans"),
+    [((1, 8), ["node", "one", "node"]), ((4, 1), ["one", "rail", "rail"]), ((1, 1), ["one"] * 3)],
+)
+def test_a_mesh_of_one_node_or_of_one_rail(shape, spans):
+    mesh = AbstractMesh(shape, WORLD, axis_types=(AxisType.Auto,) * 2)
+
+    def fn(x):
+        return sum(jax.lax.psum(x, axes) for axes in (GPU, NODE, WORLD))
+
+    mapped = jax.shard_map(fn, mesh=mesh, in_specs=P(WORLD), out_specs=P(WORLD), check_vma=False)
+    assert [c.span for c in collectives(jax.jit(mapped), f32((8,)))] == spans
 
 
 def test_loops_multiply_and_a_while_has_no_known_length():
@@ -119,6 +197,18 @@ def test_every_branch_is_listed():
     found = [(c.span, c.branch) for c in trace(fn, f32((1024,)))]
     # The condition of an inner one tells 0 (false) from 1 (true).
     assert found == [("node", (1,)), ("rail", (2, 1)), ("rail", ())]
+
+
+def test_of_branches_that_send_the_least_is_even_routing():
+    def sending(n):
+        return lambda x: jax.lax.psum(jnp.tile(x, n), GPU).sum() + 0 * x
+
+    def fn(x):
+        inner = jax.lax.switch(jnp.int32(x[0]), [sending(3), sending(2), lambda x: x], x)
+        return jax.lax.cond(inner[0] > 0, lambda x: x, sending(5), x)
+
+    found = trace(fn, f32((1024,)), check_vma=False)
+    assert [(c.bytes, c.even) for c in found] == [(12, False), (8, True), (20, True)]
 
 
 def test_through_every_wrapper():

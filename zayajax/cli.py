@@ -246,12 +246,14 @@ def _scaled(path, args, layout=None):
     from zayajax.planning.scale import batch_at
 
     as_it_is, given = configs.load(path), dict(args.overrides)
-    mesh = {"nodes": args.nodes, "gpus": args.machine.gpus, "layout": layout}
-    given |= {f"mesh.{key}": str(value) for key, value in mesh.items() if value is not None}
+    for key, value in (("nodes", args.nodes), ("layout", layout)):
+        if value is not None and given.setdefault(f"mesh.{key}", str(value)) != str(value):
+            raise UserError(f"--{key} {value} and --mesh.{key} {given[f'mesh.{key}']}: which one?")
+    given.setdefault("mesh.gpus", str(args.machine.gpus))
     if "train.batch" not in given:
-        nodes = given.get("mesh.nodes", "")
-        nodes = int(nodes) if nodes.lstrip("-").isdecimal() else as_it_is.mesh.nodes
-        given["train.batch"] = str(batch_at(as_it_is, nodes, args.machine.gpus))
+        counts = given.get("mesh.nodes", str(as_it_is.mesh.nodes)), given["mesh.gpus"]
+        if all(n.isdecimal() and int(n) for n in counts):  # any other is refused below
+            given["train.batch"] = str(batch_at(as_it_is, *map(int, counts)))
     return configs.load(path, given)
 
 

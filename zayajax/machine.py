@@ -76,6 +76,14 @@ class Machine:
             f"{links}{self.bandwidth(group) / 1e9:g} of {node}"
         )
 
+    def check(self, gpus: int) -> None:
+        """UserError where a mesh has neither whole nodes nor one GPU of each."""
+        if gpus not in (1, self.gpus):
+            raise UserError(
+                f"mesh.gpus = {gpus}: a node of {self.name} has {self.gpus} GPUs, and "
+                f"{self.share(gpus)}; use mesh.gpus = {self.gpus}"
+            )
+
     def switched(self) -> "Machine":
         """The same links and rates, if they ended in a switch."""
         return dataclasses.replace(self, point_to_point=False)

@@ -122,6 +122,28 @@ def test_the_command_passes_what_is_right(command):
     assert {r["group_size"] for r in got["collectives"]} == {2, 8}
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--mesh.gpus", "4"], "(4 - 1) x 64"),
+        (["--nodes", "2", "--mesh.nodes", "3"], "--nodes 2 and --mesh.nodes 3"),
+        (["--layout", "context", "--mesh.layout", "pretrain"], "--mesh.layout pretrain"),
+    ],
+)
+def test_no_setting_of_the_mesh_is_ignored(words, said, tmp_path, capsys):
+    path = tmp_path / "planted.toml"
+    path.write_text(to_toml(config()))
+    assert main(["audit", str(path), *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_one_gpu_a_node_can_be_asked_for(command):
+    status, got = command("--nodes", "2", "--mesh.gpus", "1")
+    assert status == 0 and {(r["span"], r["group_size"]) for r in got["collectives"]} == {
+        ("rail", 2)
+    }
+
+
 def planted(monkeypatch, fn, module=exchange, name="all_to_all"):
     """`fn(real, *args)` stands in for a function that the step calls."""
     real = getattr(module, name)

@@ -288,4 +288,6 @@ def test_the_command(tmp_path, capsys):
     assert found["best"]["fits"] and found["layouts"][0] == found["best"]
     assert {"experts", "attention", "machines", "paper", "measured", "why"} <= set(found)
     assert main(["plan", str(path), "--nodes", "0"]) == 2
-    assert "--nodes" in capsys.readouterr().err
+    assert "nodes" in capsys.readouterr().err
+    assert main(["plan", str(path), "--mesh.gpus", "4"]) == 2
+    assert "(4 - 1) x 64" in capsys.readouterr().err

@@ -148,11 +148,7 @@ def audit(
     if step not in STEPS:
         raise UserError(f"step {step!r}: must be one of {', '.join(STEPS)}")
     gpus = config.mesh.gpus
-    if gpus not in (1, machine.gpus):
-        raise UserError(
-            f"mesh.gpus = {gpus}: a node of {machine.name} has {machine.gpus} GPUs, and "
-            f"{machine.share(gpus)}; use mesh.gpus = {machine.gpus}"
-        )
+    machine.check(gpus)
     # Before anything else uses JAX.
     emulated = emulated_mesh(config.mesh.nodes, gpus) if compile else None
     mesh = abstract_mesh(config)

@@ -119,7 +119,11 @@ NOTES = (
 
 
 def plan(config: Config, machine: Machine) -> Plan:
-    """All ways to run `config`'s batch on its nodes of `machine`, and what decides among them."""
+    """All ways to run `config`'s batch on its nodes of `machine`, and what decides among them.
+
+    Raises UserError for a mesh whose nodes are not this machine's.
+    """
+    machine.check(config.mesh.gpus)
     found, impossible = candidates(config, machine)
     found.sort(key=lambda c: (not c.fits, -c.tokens_per_second if c.fits else c.memory.total))
     return Plan(

@@ -211,6 +211,41 @@ def test_of_branches_that_send_the_least_is_even_routing():
     assert [(c.bytes, c.even) for c in found] == [(12, False), (8, True), (20, True)]
 
 
+def test_of_branches_inside_branches_one_runs_and_loops_count():
+    """A branch sends what its own likely branch does, and a loop in one all its turns."""
+
+    def sending(n):
+        return lambda x: jax.lax.psum(jnp.tile(x, n), GPU).sum() + 0 * x
+
+    def choosing(x):
+        return jax.lax.cond(x[0] > 1, sending(2), sending(3), x)
+
+    def often(x):
+        return jax.lax.scan(lambda x, _: (sending(1)(x), None), x, length=4)[0]
+
+    def fn(x):
+        return jax.lax.switch(jnp.int32(x[0]), [often, choosing], x)
+
+    found = trace(fn, f32((1024,)), check_vma=False)
+    # Of the inner condition 0 is false.
+    assert [(c.bytes, c.even) for c in found] == [(4, False), (12, False), (8, True)]
+
+
+@pytest.mark.parametrize("scope", ["exchange", "bucket", "halo", "kv", "ring"])
+def test_a_sum_of_a_weights_gradient_is_caught_in_a_scope_of_activations(scope):
+    def loss(w, x):
+        def turn(x, _):
+            with jax.named_scope(scope):
+                return x @ w, None
+
+        return jax.lax.scan(turn, x, length=3)[0].sum()
+
+    grad = jax.grad(loss)
+    args, specs = (f32((4, 4)), f32((1024, 4))), (P(), P(WORLD))
+    (found,) = weights_in_loops(trace(grad, *args, in_specs=specs, out_specs=P()))
+    assert (found.op, found.scope, found.times) == ("psum", scope, 3)
+
+
 def test_through_every_wrapper():
     @jax.custom_vjp
     def own(x):

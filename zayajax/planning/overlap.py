@@ -132,7 +132,8 @@ class _Work:
             [c for p, cs in self.found.items() if p[: len(place) + 1] == (*place, b) for c in cs]
             for b in range(len(inner))
         ]
-        likely = least(parts)
+        taken = [b for b, part in enumerate(parts) if any(c.even for c in part)]
+        likely = taken[0] if taken else least(parts)
         return max(range(len(inner)), key=lambda b: inner[b].seconds) if likely is None else likely
 
     def _roofline(self, op: Op, read: int) -> float:

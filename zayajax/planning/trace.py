@@ -16,8 +16,17 @@ from zayajax.planning.program import Line, Op, inside, line
 # Name an axis, but send nothing.
 SILENT = {"axis_index", "axis_size", "pvary", "pcast", "preduced", "vary_unreduced_cast"}
 SILENT |= {"reduced_vary_cast"}
-# What the model sends inside its loops; weights and gradients have no business there.
-ACTIVATIONS = {"exchange", "bucket", "combine", "halo", "kv", "ring", "tree"}
+# How the model sends activations inside its loops, by scope. Weights and gradients have no business
+# there: another operation is theirs, such as the sum of a shared weight's gradient in its use.
+ACTIVATIONS = {
+    "exchange": {"all_to_all", "ragged_all_to_all", "all_gather"},
+    "bucket": {"pmax"},
+    "combine": {"psum"},
+    "halo": {"all_gather", "reduce_scatter"},
+    "kv": {"all_gather", "reduce_scatter"},
+    "ring": {"ppermute"},
+    "tree": {"pmax", "psum", "all_gather"},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +58,11 @@ def collectives(fn, *args, **kwargs) -> list[Collective]:
 
 def weights_in_loops(found: list[Collective]) -> list[Collective]:
     """Collectives inside a loop that are none on activations: with zero = 1 there must be none."""
-    return [c for c in found if c.in_loop and not ACTIVATIONS & set(c.path.split("/"))]
+
+    def on_activations(c):
+        return any(c.op in ACTIVATIONS.get(scope, ()) for scope in c.path.split("/"))
+
+    return [c for c in found if c.in_loop and not on_activations(c)]
 
 
 def sent(program: Line) -> Iterator[Collective]:
@@ -72,7 +85,11 @@ def sent(program: Line) -> Iterator[Collective]:
 def least(branches: Sequence[Sequence[Collective]]) -> int | None:
     """Which of a conditional's branches sends least, of those that send at all: the smallest
     capacity of an exchange, enough for even routing."""
-    sizes = {i: sum(c.bytes for c in part) for i, part in enumerate(branches) if part}
+    sizes = {
+        i: sum(c.bytes * (c.times or 1) for c in part if c.even)
+        for i, part in enumerate(branches)
+        if part
+    }
     return min(sizes, key=sizes.get) if sizes else None
 
 

@@ -228,12 +228,12 @@ def _audit(args):
 
 def _plan(args):
     if args.what == "collectives":
-        if args.nodes or args.overrides:
+        if args.nodes is not None or args.overrides:
             raise UserError("plan collectives: lists 2 to 128 nodes, and takes --machine alone")
         from zayajax.planning.fabric import collective_table
 
         found = collective_table(args.machine)
-        print(json.dumps(list(found.rows), indent=1) if args.json else found)
+        print(json.dumps(list(found.rows), indent=1) if args.json else found.wrapped())
         return
     from zayajax.planning import plan
 
@@ -246,12 +246,20 @@ def _scaled(path, args, layout=None):
     from zayajax.planning.scale import batch_at
 
     as_it_is, given = configs.load(path), dict(args.overrides)
-    mesh = {"nodes": args.nodes, "gpus": args.machine.gpus, "layout": layout}
-    given |= {f"mesh.{key}": str(value) for key, value in mesh.items() if value is not None}
+    for key, value in {"nodes": args.nodes, "layout": layout}.items():
+        if value is not None and given.setdefault(f"mesh.{key}", str(value)) != str(value):
+            raise UserError(
+                f"--{key} {value}: --mesh.{key} is {given[f'mesh.{key}']}; leave one out"
+            )
+    given.setdefault("mesh.gpus", str(args.machine.gpus))
     if "train.batch" not in given:
-        nodes = given.get("mesh.nodes", "")
-        nodes = int(nodes) if nodes.lstrip("-").isdecimal() else as_it_is.mesh.nodes
-        given["train.batch"] = str(batch_at(as_it_is, nodes, args.machine.gpus))
+
+        def number(key):
+            word = given.get(f"mesh.{key}", "")
+            return int(word) if word.isdecimal() and int(word) else getattr(as_it_is.mesh, key)
+
+        nodes = number("nodes") if args.nodes is None else args.nodes
+        given["train.batch"] = str(batch_at(as_it_is, nodes, number("gpus")))
     return configs.load(path, given)
 
 

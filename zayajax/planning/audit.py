@@ -21,6 +21,7 @@ from zayajax.planning.compiled import emulated_mesh, offences
 from zayajax.planning.footprint import fits, footprint
 from zayajax.planning.overlap import hidden
 from zayajax.planning.program import Line, line
+from zayajax.planning.scale import check_node
 from zayajax.planning.trace import Collective, sent, weights_in_loops
 from zayajax.settings import Config
 from zayajax.tables import Table
@@ -147,14 +148,9 @@ def audit(
     """
     if step not in STEPS:
         raise UserError(f"step {step!r}: must be one of {', '.join(STEPS)}")
-    gpus = config.mesh.gpus
-    if gpus not in (1, machine.gpus):
-        raise UserError(
-            f"mesh.gpus = {gpus}: a node of {machine.name} has {machine.gpus} GPUs, and "
-            f"{machine.share(gpus)}; use mesh.gpus = {machine.gpus}"
-        )
+    check_node(config, machine)
     # Before anything else uses JAX.
-    emulated = emulated_mesh(config.mesh.nodes, gpus) if compile else None
+    emulated = emulated_mesh(config.mesh.nodes, config.mesh.gpus) if compile else None
     mesh = abstract_mesh(config)
     found = trace_step(config, mesh, step)
     listed = [c for c in sent(found.line) if c.group > 1]  # a group of one sends nothing

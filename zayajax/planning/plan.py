@@ -13,6 +13,7 @@ from zayajax.planning import attention, experts, machines, measured
 from zayajax.planning.candidates import Candidate, candidates
 from zayajax.planning.footprint import USABLE
 from zayajax.planning.roofline import REACHED, REACHED_FLOAT32
+from zayajax.planning.scale import check_node
 from zayajax.settings import Config
 from zayajax.tables import Column, Table, duration, size
 
@@ -119,7 +120,11 @@ NOTES = (
 
 
 def plan(config: Config, machine: Machine) -> Plan:
-    """All ways to run `config`'s batch on its nodes of `machine`, and what decides among them."""
+    """All ways to run `config`'s batch on its nodes of `machine`, and what decides among them.
+
+    Raises UserError for a mesh whose nodes are not this machine's.
+    """
+    check_node(config, machine)
     found, impossible = candidates(config, machine)
     found.sort(key=lambda c: (not c.fits, -c.tokens_per_second if c.fits else c.memory.total))
     return Plan(
@@ -173,7 +178,7 @@ def why(found: list[Candidate], machine: Machine) -> str:
         kind, bytes_ = _largest(least)
         return (
             f"Nothing fits. The least memory is that of {least.name}: {size(least.memory.total)} "
-            f"of {size(machine.hbm)}, of which {kind} are {size(bytes_)}."
+            f"of {size(machine.hbm)}, of which {USABLE:.0%} are usable; {kind} are {size(bytes_)}."
         )
     terms = {k: v for k, v in best.timing.terms.items() if v > 0}
     (first, a), *others = sorted(terms.items(), key=lambda kv: -kv[1])
@@ -206,7 +211,8 @@ def _against(best: Candidate, found: list[Candidate], machine: Machine):
         gain = fastest.tokens_per_second / best.tokens_per_second - 1
         yield (
             f"Memory decides: {fastest.name} would be {gain:.0%} faster and needs "
-            f"{size(fastest.memory.total)}, of which {kind} are {size(bytes_)}."
+            f"{size(fastest.memory.total)}, more than the {size(USABLE * machine.hbm)} that are "
+            f"usable; {kind} are {size(bytes_)}."
         )
     for key, named in CHOICES.items():
         others = [c for c in found if c.fits and _same_but(best, c, key)]
@@ -249,5 +255,4 @@ def _wrapped(part) -> str:
     """Sentences in lines; tables as they are, but for their notes."""
     if isinstance(part, str):
         return textwrap.fill(part, WIDTH)
-    bare = repr(dataclasses.replace(part, notes=()))
-    return "\n".join([bare, *(textwrap.fill(note, WIDTH) for note in part.notes)])
+    return part.wrapped(WIDTH)

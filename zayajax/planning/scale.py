@@ -4,6 +4,7 @@ import dataclasses
 from fractions import Fraction
 
 from zayajax.errors import UserError
+from zayajax.machine import Machine
 from zayajax.settings import Config, ConfigError
 
 
@@ -39,3 +40,13 @@ def batch_at(config: Config, nodes: int, gpus: int) -> int:
             f"{nodes * gpus}; say how many there are with --train.batch"
         )
     return int(same)
+
+
+def check_node(config: Config, machine: Machine):
+    """Raises UserError where the config's nodes are neither this machine's nor single GPUs."""
+    gpus = config.mesh.gpus
+    if gpus not in (1, machine.gpus):
+        raise UserError(
+            f"mesh.gpus = {gpus}: a node of {machine.name} has {machine.gpus} GPUs, and "
+            f"{machine.share(gpus)}; use mesh.gpus = {machine.gpus}"
+        )

@@ -228,12 +228,12 @@ def _audit(args):
 
 def _plan(args):
     if args.what == "collectives":
-        if args.nodes or args.overrides:
+        if args.nodes is not None or args.overrides:
             raise UserError("plan collectives: lists 2 to 128 nodes, and takes --machine alone")
         from zayajax.planning.fabric import collective_table
 
         found = collective_table(args.machine)
-        print(json.dumps(list(found.rows), indent=1) if args.json else found)
+        print(json.dumps(list(found.rows), indent=1) if args.json else found.wrapped())
         return
     from zayajax.planning import plan
 
@@ -248,7 +248,9 @@ def _scaled(path, args, layout=None):
     as_it_is, given = configs.load(path), dict(args.overrides)
     for key, value in (("nodes", args.nodes), ("layout", layout)):
         if value is not None and given.setdefault(f"mesh.{key}", str(value)) != str(value):
-            raise UserError(f"--{key} {value} and --mesh.{key} {given[f'mesh.{key}']}: which one?")
+            raise UserError(
+                f"--{key} {value}: --mesh.{key} is {given[f'mesh.{key}']}; leave one out"
+            )
     given.setdefault("mesh.gpus", str(args.machine.gpus))
     if "train.batch" not in given:
         counts = given.get("mesh.nodes", str(as_it_is.mesh.nodes)), given["mesh.gpus"]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import html
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,6 +45,11 @@ class Table:
 
         rule = "  ".join("-" * n for n in widths)
         return "\n".join([self.title, line(head), rule, *map(line, cells), *self.notes])
+
+    def wrapped(self, width: int = 112) -> str:
+        """As text, the notes in lines of at most `width`."""
+        bare = repr(dataclasses.replace(self, notes=()))
+        return "\n".join([bare, *(textwrap.fill(note, width) for note in self.notes)])
 
     def markdown(self) -> str:
         rows = [[c.title for c in self.columns], ["---" if c.left else "--:" for c in self.columns]]

@@ -91,7 +91,9 @@ def _rows(config: Config, machine: Machine, layout: str, S: int) -> Iterator[dic
         row[f"collective{key}_seconds"] = tree(fabric, m.heads, m.head_dim, axes, mesh)
         if not key:
             row["ring_hidden"] = _hidden(hops, work)
-    yield row | {"ring_bytes": 2 * own, "collective_bytes": R * 4 * m.heads * (m.head_dim + 1)}
+    # One level is merged before the next begins.
+    most = max(mesh.ranks((a,)) for a in axes)
+    yield row | {"ring_bytes": 2 * own, "collective_bytes": most * 4 * m.heads * (m.head_dim + 1)}
 
 
 def ring_hops(machine: Machine, own: float, axes, mesh) -> list[float]:

@@ -147,10 +147,9 @@ def audit(
     """
     if step not in STEPS:
         raise UserError(f"step {step!r}: must be one of {', '.join(STEPS)}")
-    gpus = config.mesh.gpus
-    machine.check(gpus)
+    machine.check(config.mesh.gpus)
     # Before anything else uses JAX.
-    emulated = emulated_mesh(config.mesh.nodes, gpus) if compile else None
+    emulated = emulated_mesh(config.mesh.nodes, config.mesh.gpus) if compile else None
     mesh = abstract_mesh(config)
     found = trace_step(config, mesh, step)
     listed = [c for c in sent(found.line) if c.group > 1]  # a group of one sends nothing

@@ -162,7 +162,8 @@ def _ways(config: Config, layout: str, zero: int) -> Iterator[Config | str]:
     attention = config.mesh.attention if splits else "gather"
     mesh = dataclasses.replace(config.mesh, layout=layout, zero=zero, attention=attention)
     rows, rest = divmod(config.train.batch, mesh.ranks(LAYOUTS[layout].batch))
-    for A in _divisors(rows) if not rest else (1,):
+    own = config.train.micro_batches
+    for A in sorted({*_divisors(rows), *([own] if rows % own == 0 else [])}) if not rest else (1,):
         for remat in ("none", "names", "full"):
             if zero == 3 and remat == "none":
                 continue  # refused: it would keep every layer's gathered weights

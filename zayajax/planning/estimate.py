@@ -52,11 +52,13 @@ class _Sums:
     moments: float = 0
     copies: float = 0  # of whole weights, in the compute dtype
     table: float = 0  # of the copies, those of embedding and head
+    head: float = 0  # of these, what the head computes with
     layer: float = 0  # copies of one layer inside the loop (zero 3)
     own: float = 0  # the gradient as the backward pass makes it
+    own_table: float = 0  # of that, the embedding's and the head's
     of_layers: float = 0  # of that, the layers'
     summed: float = 0  # the gradient in float32
-    rounding: float = 0  # the most as its parts become float32 one by one
+    rounding: float = 0  # the most as its parts become what travels, one by one
     in_turn: float = 0  # a layer's weights
     experts: float = 0  # of these, its experts', as many as their gradient
 
@@ -92,7 +94,8 @@ def memory(
 def _sums(config: Config, found: list[Parameter]) -> _Sums:
     train, optim, L = config.train, config.optim, config.model.layers
     state, sums = itemsize(optim.state_dtype), _Sums(moments=4)  # a count of steps
-    rounded: list[tuple[float, float]] = []
+    travels = itemsize(train.reduce_dtype)
+    done, rounded = 0, []  # bytes as they travel, and as they are made
     for p in found:
         stored, used = p.bytes(train.param_dtype), p.bytes(train.compute_dtype)
         sums.weights += stored * p.local
@@ -105,7 +108,13 @@ def _sums(config: Config, found: list[Parameter]) -> _Sums:
         numbers, own = (p.local, stored) if p.in_layer else (p.whole, used)
         sums.summed += 4 * numbers
         sums.own += own * numbers
-        rounded.append((4 * numbers, own * numbers * (own < 4)))
+        if p.path in ("embed", "head"):
+            sums.own_table += own * numbers
+            done += 4 * numbers  # in float32 from the start
+        elif p.in_layer:  # at rest already: no message waits for its float32
+            done += own * numbers
+        else:
+            rounded.append((travels * numbers, own * numbers * (own != travels)))
         if p.path.startswith("layers."):
             sums.of_layers += own * numbers
             sums.in_turn += used * p.whole / L
@@ -115,7 +124,8 @@ def _sums(config: Config, found: list[Parameter]) -> _Sums:
         elif p.is_copied(train.param_dtype, train.compute_dtype):
             sums.copies += used * p.whole
             sums.table += used * p.whole * (p.path in ("embed", "head"))
-    done = 0
+            head = "embed" if config.model.tied_head else "head"
+            sums.head += used * p.whole * (p.path == head)
     waiting = sum(own for _, own in rounded)
     for whole, own in rounded:  # one by one, in their order
         done += whole
@@ -132,13 +142,17 @@ def _moments_of_backward(
     c, several = itemsize(train.compute_dtype), train.micro_batches > 1
     table_grad, t = 4 * m.vocab * m.hidden, min(T, max(1, CHUNK_LOGITS // m.vocab))
     # Through all micro-batches the copies and the sums stay; a single one needs no sum, and drops
-    # the copy of embedding and head once the loss is done.
-    base = sums.copies + several * sums.summed
-    after_loss = base - (0 if several else sums.table)
+    # the copy of the embedding once the tokens are looked up, that of the head after the loss, and
+    # those of the layers after their loop.
+    always = several * (sums.copies + sums.summed)
+    base = always or sums.copies - sums.table + sums.head
+    after_loss = always or sums.copies - sums.table
     kept = m.layers * kept_per_token(config, at) * T
     stream, tokens_in = 4 * m.hidden * T, c * m.hidden * T
-    # The table's gradient twice, so far and this chunk's, with the chunk's logits as its factor.
-    logits = table_grad + c * m.vocab * t + max(table_grad, 4 * m.vocab * t)
+    # The table's gradient so far, and with the chunk's logits as its factor this chunk's: twice,
+    # unless there is one chunk.
+    so_far = table_grad * (T > t)
+    logits = so_far + c * m.vocab * t + max(table_grad, 4 * m.vocab * t)
     loss = base + kept + stream + tokens_in + logits
     turn = after_loss + kept + sums.of_layers + sums.in_turn + table_grad + stream + tokens_in
     return {
@@ -148,7 +162,9 @@ def _moments_of_backward(
         + experts_rows(config, at, expert_kernel)
         + sums.experts,
         "a layer's attention, backward": turn + _attention_at_work(config, at),
-        "the gradients in float32": 0 if several else sums.rounding,
+        # The head's stays in float32 until the embedding's is there.
+        "the embedding's gradient": always + sums.own - sums.own_table + 2 * table_grad,
+        "the gradients as they travel": 0 if several else sums.rounding,
     }
 
 
@@ -245,15 +261,28 @@ def experts_rows(config: Config, at: Share, expert_kernel: str = "ragged") -> fl
 def _scattered(config: Config, found: list[Parameter]) -> float:
     """Bytes as gradients are scattered, one by one: those that wait, what is left of the others,
     and the one that arrives."""
-    gpus = config.mesh.gpus
-    waiting = sum(4 * (p.local if p.in_layer else p.whole) for p in found)
-    most = waiting
+    gpus, travels = config.mesh.gpus, itemsize(config.train.reduce_dtype)
+    # Sums of micro-batches are float32, and rounded one by one; a single one's are what travels.
+    summed = 4 if config.train.micro_batches > 1 else travels
+    waiting = sum(_at_rest(config, p) if p.in_layer else summed * p.whole for p in found)
+    most, first = waiting, dict.fromkeys((p.path for p in found), summed)
     for axis, n in (("gpu", gpus), ("node", config.mesh.nodes)):
+        together: dict[tuple, float] = {}
         for p in found:
-            if axis in p.gathered and not p.in_layer:
-                whole = 4 * p.whole / (1 if axis == "gpu" else gpus if "gpu" in p.gathered else 1)
-                most = max(most, waiting + whole / n)
-                waiting += whole / n - whole
+            if p.in_layer:
+                continue
+            if axis in p.gathered:
+                part = p.whole / (1 if axis == "gpu" else gpus if "gpu" in p.gathered else 1)
+                was = first[p.path]
+                rounded = travels * part * (was != travels)
+                most = max(most, waiting + rounded + travels * part / n)
+                waiting += travels * part / n - was * part
+                first[p.path] = travels
+            if axis in p.repeated:
+                numbers = p.local if axis == "node" else p.whole
+                together[p.stored_over] = together.get(p.stored_over, 0) + travels * numbers
+        # What is whole on all is copied into one message.
+        most = max(most, waiting + max(together.values(), default=0))
     return most
 
 
@@ -264,4 +293,11 @@ def _updated(config: Config, found: list[Parameter]) -> float:
         if p.group == table.MATRICES and config.optim.matrices == "muon":
             _, *shape = muon_stack(p, config.mesh)
             stacks[tuple(shape)] = stacks.get(tuple(shape), 0) + 2 * p.local
-    return sum(4 * p.local for p in found) + max(stacks.values(), default=0)
+    return sum(_at_rest(config, p) for p in found) + max(stacks.values(), default=0)
+
+
+def _at_rest(config: Config, p: Parameter) -> float:
+    """Bytes of a scattered gradient: float32, but for one that the loop over layers has scattered,
+    which is as the weight until micro-batches are summed."""
+    single = p.in_layer and config.train.micro_batches == 1
+    return p.local * (p.bytes(config.train.param_dtype) if single else 4)

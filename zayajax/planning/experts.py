@@ -59,7 +59,7 @@ def _notes(config: Config, machine: Machine, rows: list[dict], degrees: list[int
     notes = [
         "Weights and gradients: of a GPU's experts, as the model computes with them. Room left: of "
         f"{USABLE:.0%} of the HBM, at one row of {config.train.sequence:,} tokens. Rows: as many "
-        "as fit at once; "
+        f"as fit at once, up to {MOST_ROWS:,}; "
         "the room for the exchange's worst case, which grows with the degree, takes back what "
         f"fewer experts leave. Exchange: of one layer, forward and backward, {tokens:,} tokens. "
         "Copies: to gather their weights and sum their gradients, once a step. Tokens/s a GPU: one "
@@ -70,9 +70,13 @@ def _notes(config: Config, machine: Machine, rows: list[dict], degrees: list[int
     if not last["largest_rows"]:
         notes.append(f"Not one row fits {machine.name}'s memory, even over the whole node.")
     elif not first["largest_rows"]:
+        fitting = ", ".join(
+            f"{r['largest_rows']} at degree {r['degree']}" for r in own if r["largest_rows"]
+        )
         notes.append(
             f"{machine.name}: not one row fits at degree {first['degree']}, whose experts and "
-            f"their gradients are {size(first['expert_bytes'] + first['gradient_bytes'])} a GPU."
+            f"their gradients are {size(first['expert_bytes'] + first['gradient_bytes'])} a GPU; "
+            f"{fitting}."
         )
     elif len(degrees) > 1:
         gain = last["tokens_per_second"] / first["tokens_per_second"] - 1
@@ -84,9 +88,15 @@ def _notes(config: Config, machine: Machine, rows: list[dict], degrees: list[int
             f"copies of experts, whose sums took {duration(first['copies_seconds'])}, are gone."
         )
         behind = [r["tokens_per_second"] for r in rows if r["fabric"] == "switched"]
+        apart = max(behind) / min(behind) - 1
         notes.append(
             "Behind a switch a group of any size has all links: with as many rows as fit, the "
-            f"degrees are within {max(behind) / min(behind) - 1:.0%} of each other."
+            f"degrees are within {apart:.0%} of each other"
+            + (
+                ", by the rows that memory leaves and the sums over copies."
+                if apart > 0.05
+                else "."
+            )
         )
     return notes
 
@@ -125,6 +135,8 @@ def _largest(one: "Degree", machine: Machine) -> int:
     low, high = 1, 2
     while high <= MOST_ROWS and enough(high):
         low, high = high, 2 * high
+    if low == MOST_ROWS:
+        return low
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if enough(middle) else (low, middle)

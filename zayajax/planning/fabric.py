@@ -40,6 +40,8 @@ def seconds(machine: Machine, op: str, size: float, span: str, group: int) -> fl
         return 0.0
     if span == "world" and group <= machine.gpus:
         span = "node"
+    if span == "partial" and group > machine.gpus:  # parts of several nodes
+        span = "world"
     nodes = {"rail": group, "world": group / machine.gpus}.get(span)
     wire = machine.across if nodes else machine.inside
     steps = STEPS.get(op, 1)

@@ -41,8 +41,24 @@ class Plan:
         return next((c for c in self.candidates if c.fits), None)
 
     @property
+    def own(self) -> Candidate | None:
+        """As the config has it; None where that is no way of its own on this mesh."""
+        return next(
+            (c for c in self.candidates if _choices(c.config) == _choices(self.config)), None
+        )
+
+    @property
     def why(self) -> str:
-        return why(self.candidates, self.machine)
+        said, own, best = why(self.candidates, self.machine), self.own, self.best
+        if own is None or own is best:
+            return said
+        part = (
+            f" ({own.tokens_per_second / best.tokens_per_second:.0%} of the best)" if best else ""
+        )
+        return (
+            f"{said} As the config has it: {own.name}. {own.tokens_per_second:,.0f} tokens/s a GPU"
+            f"{part}, {size(own.memory.total)}{'' if own.fits else ', which does not fit'}."
+        )
 
     def to_json(self) -> dict:
         tables = ("layouts", "experts", "attention", "machines", "paper", "measured")
@@ -77,6 +93,7 @@ class Plan:
         for c in self.candidates:
             chosen.setdefault((c.config.mesh.layout, c.config.mesh.zero), c)
         picked = list(chosen.values())
+        picked += [self.own] if self.own else []
         if self.best:
             mesh = self.best.config.mesh
             picked += [c for c in self.candidates if c.config.mesh == mesh][: LIKE_BEST + 1]
@@ -112,7 +129,8 @@ NOTES = (
     + f"; float32 {float(REACHED_FLOAT32):.0%} of the data sheet's peak ({REACHED_FLOAT32.source})."
     " That other machines reach the same parts is assumed. Elementwise passes are counted as if "
     "fused, routing as even. Nothing is hidden but a ring's hops.",
-    "Memory: as `zayajax audit` has it, within 10 %: arrays of the traced program with elementwise "
+    "Memory: as `zayajax audit` has it, within 10 % for models of real size (toys in bfloat16 whose "
+    "rows are split: within a third): arrays of the traced program with elementwise "
     "chains fused: an estimate from below. Compiled for a GPU, twelve steps took 3 to 7 GB more; "
     f"so what fits takes at most {USABLE:.0%} of the HBM.",
 )
@@ -177,7 +195,7 @@ def why(found: list[Candidate], machine: Machine) -> str:
         kind, bytes_ = _largest(least)
         return (
             f"Nothing fits. The least memory is that of {least.name}: {size(least.memory.total)} "
-            f"of {size(machine.hbm)}, of which {kind} are {size(bytes_)}."
+            f"of {size(machine.hbm)}, of which {USABLE:.0%} are usable; {kind} are {size(bytes_)}."
         )
     terms = {k: v for k, v in best.timing.terms.items() if v > 0}
     (first, a), *others = sorted(terms.items(), key=lambda kv: -kv[1])
@@ -210,7 +228,8 @@ def _against(best: Candidate, found: list[Candidate], machine: Machine):
         gain = fastest.tokens_per_second / best.tokens_per_second - 1
         yield (
             f"Memory decides: {fastest.name} would be {gain:.0%} faster and needs "
-            f"{size(fastest.memory.total)}, of which {kind} are {size(bytes_)}."
+            f"{size(fastest.memory.total)}, more than the {size(USABLE * machine.hbm)} that are "
+            f"usable; {kind} are {size(bytes_)}."
         )
     for key, named in CHOICES.items():
         others = [c for c in found if c.fits and _same_but(best, c, key)]
@@ -221,17 +240,30 @@ def _against(best: Candidate, found: list[Candidate], machine: Machine):
                 k: v - best.timing.terms[k] for k, v in other.timing.terms.items() if k != "hidden"
             }
             term = max(gaps, key=gaps.get)
-            yield (
-                f"{named} {_setting(other, key)} instead takes {duration(more)} more: "
-                f"{TERM[term]} {duration(gaps[term])}."
+            most = gaps[term]
+            for_ = (
+                f"for {TERM[term]}"
+                if abs(most - more) < 0.01 * more
+                else (
+                    f"{duration(most)} of it for {TERM[term]}"
+                    if most < more
+                    else f"{duration(most)} for {TERM[term]} and less elsewhere"
+                )
             )
+            yield f"{named} {_setting(other, key)} instead takes {duration(more)} more, {for_}."
 
 
 CHOICES = {"layout": "Layout", "zero": "Zero", "remat": "Remat", "micro_batches": "Micro-batches"}
 
 
 def _setting(c: Candidate, key: str):
-    return getattr(c.config.mesh if key in ("layout", "zero") else c.config.train, key)
+    return _choices(c.config)[key]
+
+
+def _choices(config: Config) -> dict:
+    return {
+        k: getattr(config.mesh if k in ("layout", "zero") else config.train, k) for k in CHOICES
+    }
 
 
 def _same_but(best: Candidate, other: Candidate, key: str) -> bool:
@@ -253,5 +285,4 @@ def _wrapped(part) -> str:
     """Sentences in lines; tables as they are, but for their notes."""
     if isinstance(part, str):
         return textwrap.fill(part, WIDTH)
-    bare = repr(dataclasses.replace(part, notes=()))
-    return "\n".join([bare, *(textwrap.fill(note, WIDTH) for note in part.notes)])
+    return part.wrapped(WIDTH)

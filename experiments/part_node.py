@@ -28,7 +28,7 @@ from zayajax.layout import GPU, STORED, Layout
 from zayajax.mesh import Place, emulate, gather, map_params
 from zayajax.model.cca import CCA
 from zayajax.model.experts import Experts
-from zayajax.planning.trace import Collective, collectives
+from zayajax.planning.traced.trace import Collective, collectives
 from zayajax.settings import ModelConfig
 
 AXES = ("rest", "part")

@@ -14,7 +14,7 @@ from zayajax import exchange
 from zayajax.layout import LOCAL, PRETRAIN, WORLD
 from zayajax.mesh import gather, make_mesh, places, scatter, stored_specs
 from zayajax.model.experts import Experts
-from zayajax.planning.trace import collectives
+from zayajax.planning.traced.trace import collectives
 
 CFG = small_model(layers=1)
 E, D = CFG.experts, CFG.hidden

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from zayajax.layout import GPU, LAYOUTS, NODE
 from zayajax.mesh import make_mesh
-from zayajax.planning.trace import collectives
+from zayajax.planning.traced.trace import collectives
 from zayajax.sequence import round_robin, shard_order, shift, with_halo
 
 few = settings(max_examples=100, deadline=None)

@@ -10,7 +10,7 @@ from spread import KINDS, merging
 
 from zayajax.layout import GPU, NODE, WORLD
 from zayajax.model.zaya import REMAT, Decoder
-from zayajax.planning.trace import collectives
+from zayajax.planning.traced.trace import collectives
 
 NODES, GPUS = 16, 8
 R = NODES * GPUS

@@ -6,7 +6,7 @@ import pytest
 
 from zayajax.config import load
 from zayajax.machine import MI300X
-from zayajax.planning import experts
+from zayajax.planning.arithmetic import experts
 from zayajax.planning.audit import audit
 from zayajax.planning.scale import at_scale
 from zayajax.tables import duration, size

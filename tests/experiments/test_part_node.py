@@ -7,7 +7,7 @@ import pytest
 import scripts
 from batches import small_model
 
-from zayajax.planning.trace import Collective
+from zayajax.planning.traced.trace import Collective
 
 CFG = small_model(experts=16, layers=3)
 T = 64

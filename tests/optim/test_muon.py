@@ -19,8 +19,8 @@ from zayajax.mesh import WORLD, by_path, make_mesh, stored_axes, stored_specs
 from zayajax.model.zaya import Decoder
 from zayajax.optim import muon, table
 from zayajax.optim.schedule import learning_rate
-from zayajax.planning.memory import peak_bytes
-from zayajax.planning.trace import collectives
+from zayajax.planning.traced.memory import peak_bytes
+from zayajax.planning.traced.trace import collectives
 from zayajax.settings import ConfigError
 
 STEPS = 3

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from zayajax.planning.measured import PAPER
+from zayajax.planning.arithmetic.measured import PAPER
 from zayajax.settings import Config, ConfigError, DataConfig, ModelConfig, OptimConfig, TrainConfig
 
 TINY = Config(

@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from zayajax.layout import GPU, NODE, WORLD
-from zayajax.planning.compiled import groups, offences
-from zayajax.planning.program import line
-from zayajax.planning.trace import sent
+from zayajax.planning.traced.compiled import groups, offences
+from zayajax.planning.traced.program import line
+from zayajax.planning.traced.trace import sent
 
 NODES, GPUS = 2, 4
 IDS = np.arange(NODES * GPUS).reshape(NODES, GPUS)

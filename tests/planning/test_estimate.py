@@ -6,9 +6,9 @@ import pytest
 from plans import ODD, TINY, ZAYA1, changed
 
 from zayajax.machine import MI300X
+from zayajax.planning.arithmetic.estimate import memory
+from zayajax.planning.arithmetic.inventory import parameters
 from zayajax.planning.audit import audit
-from zayajax.planning.estimate import memory
-from zayajax.planning.inventory import parameters
 
 # The issue asks for 10 %. Below a twentieth of the total, activations may be off by more.
 CLOSE, SMALL = 0.1, 0.05

@@ -13,8 +13,8 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 
 from zayajax.mesh import WORLD, make_mesh
 from zayajax.planning.audit import trace_step
-from zayajax.planning.footprint import footprint
-from zayajax.planning.memory import peak_bytes
+from zayajax.planning.traced.footprint import footprint
+from zayajax.planning.traced.memory import peak_bytes
 from zayajax.training.step import layout_of
 
 N = 1000

@@ -5,10 +5,10 @@ from collections import Counter
 import pytest
 from plans import ODD, TINY, ZAYA1, changed
 
+from zayajax.planning.arithmetic.inventory import parameters
+from zayajax.planning.arithmetic.traffic import messages
 from zayajax.planning.audit import OPS, abstract_mesh, trace_step
-from zayajax.planning.inventory import parameters
-from zayajax.planning.trace import sent
-from zayajax.planning.traffic import messages
+from zayajax.planning.traced.trace import sent
 
 SCOPES = {"bucket": "exchange", "gather": "weights in", "scatter": "weights out"}
 PARTS = {"exchange", "halo", "kv", "ring", "weights in", "weights out", "deal"}

@@ -13,9 +13,9 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 
 from zayajax.layout import GPU, NODE, WORLD
 from zayajax.machine import MI300X
-from zayajax.planning.overlap import hidden, share_out
-from zayajax.planning.program import line
-from zayajax.planning.trace import sent
+from zayajax.planning.traced.overlap import hidden, share_out
+from zayajax.planning.traced.program import line
+from zayajax.planning.traced.trace import sent
 
 MESH = AbstractMesh((4, 8), WORLD, axis_types=(AxisType.Auto,) * 2)
 N = 256

@@ -10,10 +10,10 @@ from plans import ODD, TINY, ZAYA1, changed
 from zayajax.cli import main
 from zayajax.config import load, to_toml
 from zayajax.machine import H100, H200, MACHINES, MI300X
-from zayajax.planning import experts, machines, measured, roofline
-from zayajax.planning.attention import table as attention_table
-from zayajax.planning.candidates import candidates
-from zayajax.planning.inventory import parameters
+from zayajax.planning.arithmetic import experts, machines, measured, roofline
+from zayajax.planning.arithmetic.attention import table as attention_table
+from zayajax.planning.arithmetic.candidates import candidates
+from zayajax.planning.arithmetic.inventory import parameters
 from zayajax.planning.plan import plan, why
 from zayajax.planning.scale import at_scale
 
@@ -326,3 +326,17 @@ def test_degrees_that_do_not_fit_say_which_do():
     assert "not one row fits at degree 2" in note and "at degree 8" in note
     rows = experts.table(TINY, MI300X).rows
     assert max(r["largest_rows"] for r in rows) == experts.MOST_ROWS
+
+
+def test_the_config_s_own_way_is_beside_the_best():
+    train = dataclasses.replace(ZAYA1.train, batch=3 * 1024, micro_batches=3, remat="full")
+    found = plan(dataclasses.replace(ZAYA1, train=train), MI300X)
+    assert found.own.config.train == train
+    assert "As the config has it: pretrain, zero 1, remat full, 3 micro-batches" in found.why
+    assert any(row["split"] == "3 x 1" and row["remat"] == "full" for row in found.shown().rows)
+    best = plan(found.best.config, MI300X)
+    assert best.own is best.best and "As the config has it" not in best.why
+    # On one node a row over all GPUs is a row over the node's.
+    wide = dataclasses.replace(ZAYA1.mesh, nodes=1, layout="context-wide")
+    train = dataclasses.replace(ZAYA1.train, batch=8)
+    assert plan(dataclasses.replace(ZAYA1, mesh=wide, train=train), MI300X).own is None

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 
 from zayajax.layout import GPU, NODE, WORLD
-from zayajax.planning.trace import Collective, collectives, components, weights_in_loops
+from zayajax.planning.traced.trace import Collective, collectives, components, weights_in_loops
 
 MESH = AbstractMesh((128, 8), WORLD, axis_types=(AxisType.Auto,) * 2)
 f32 = partial(jax.ShapeDtypeStruct, dtype="float32")

@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from zayajax.layout import WORLD
 from zayajax.mesh import by_path
-from zayajax.planning.trace import collectives, weights_in_loops
+from zayajax.planning.traced.trace import collectives, weights_in_loops
 from zayajax.training.step import build
 
 S = 12

@@ -17,11 +17,11 @@ from zayajax.errors import UserError
 from zayajax.layout import WORLD
 from zayajax.machine import MI300X, Machine
 from zayajax.planning import fabric, presented
-from zayajax.planning.compiled import emulated_mesh, offences
-from zayajax.planning.footprint import fits, footprint
-from zayajax.planning.overlap import hidden
-from zayajax.planning.program import Line, line
-from zayajax.planning.trace import Collective, sent, weights_in_loops
+from zayajax.planning.traced.compiled import emulated_mesh, offences
+from zayajax.planning.traced.footprint import fits, footprint
+from zayajax.planning.traced.overlap import hidden
+from zayajax.planning.traced.program import Line, line
+from zayajax.planning.traced.trace import Collective, sent, weights_in_loops
 from zayajax.settings import Config
 from zayajax.tables import Table
 from zayajax.training.loop import PROMPT

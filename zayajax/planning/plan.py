@@ -9,10 +9,10 @@ import html
 import textwrap
 
 from zayajax.machine import Machine
-from zayajax.planning import attention, experts, machines, measured
-from zayajax.planning.candidates import Candidate, candidates
-from zayajax.planning.footprint import USABLE
-from zayajax.planning.roofline import REACHED, REACHED_FLOAT32
+from zayajax.planning.arithmetic import attention, experts, machines, measured
+from zayajax.planning.arithmetic.candidates import Candidate, candidates
+from zayajax.planning.arithmetic.roofline import REACHED, REACHED_FLOAT32
+from zayajax.planning.traced.footprint import USABLE
 from zayajax.settings import Config
 from zayajax.tables import Column, Table, duration, size
 
@@ -129,10 +129,10 @@ NOTES = (
     + f"; float32 {float(REACHED_FLOAT32):.0%} of the data sheet's peak ({REACHED_FLOAT32.source})."
     " That other machines reach the same parts is assumed. Elementwise passes are counted as if "
     "fused, routing as even. Nothing is hidden but a ring's hops.",
-    "Memory: as `zayajax audit` has it, within 10 % for models of real size (toys in bfloat16 whose "
-    "rows are split: within a third): arrays of the traced program with elementwise "
-    "chains fused: an estimate from below. Compiled for a GPU, twelve steps took 3 to 7 GB more; "
-    f"so what fits takes at most {USABLE:.0%} of the HBM.",
+    "Memory: as `zayajax audit` has it, within 10 % for models of real size (toys in bfloat16 "
+    "whose rows are split: within a third): arrays of the traced program with elementwise chains "
+    "fused, an estimate from below. Compiled for a GPU, twelve steps took 3 to 7 GB more; so what "
+    f"fits takes at most {USABLE:.0%} of the HBM.",
 )
 
 

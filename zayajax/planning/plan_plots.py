@@ -2,7 +2,7 @@
 
 from matplotlib.figure import Figure
 
-from zayajax.planning.candidates import TERMS
+from zayajax.planning.arithmetic.candidates import TERMS
 
 COLOURS = dict(  # Okabe and Ito's, which tell apart for every eye
     zip(TERMS, ("#0072b2", "#d55e00", "#e69f00", "#56b4e9", "#009e73", "#cc79a7"), strict=False)

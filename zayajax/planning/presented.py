@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from matplotlib.figure import Figure
 
 from zayajax.machine import Machine
-from zayajax.planning.footprint import KINDS, USABLE
+from zayajax.planning.traced.footprint import KINDS, USABLE
 from zayajax.tables import Column, Table, duration, size
 
 FREE, HIDDEN = "#d55e00", "#0072b2"  # Okabe and Ito's palette, as in the report

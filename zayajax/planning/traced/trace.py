@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from zayajax.layout import GPU, NODE, WORLD
-from zayajax.planning.program import Line, Op, inside, line
+from zayajax.planning.traced.program import Line, Op, inside, line
 
 # Name an axis, but send nothing.
 SILENT = {"axis_index", "axis_size", "pvary", "pcast", "preduced", "vary_unreduced_cast"}

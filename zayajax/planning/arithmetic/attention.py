@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from zayajax.attention.tree import ONE_MESSAGE_BYTES
 from zayajax.layout import LAYOUTS
 from zayajax.machine import Machine
+from zayajax.planning.arithmetic.inventory import itemsize
+from zayajax.planning.arithmetic.roofline import rate
+from zayajax.planning.arithmetic.traffic import SPAN
 from zayajax.planning.fabric import seconds
-from zayajax.planning.inventory import itemsize
-from zayajax.planning.roofline import rate
-from zayajax.planning.traffic import SPAN
 from zayajax.settings import Config
 from zayajax.tables import Column, Table, duration, size
 

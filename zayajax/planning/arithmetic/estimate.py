@@ -15,9 +15,9 @@ import dataclasses
 from zayajax.attention import local
 from zayajax.model.head import CHUNK_LOGITS
 from zayajax.optim import table
-from zayajax.planning.inventory import Parameter, itemsize
-from zayajax.planning.share import Share, share
-from zayajax.planning.traffic import muon_stack
+from zayajax.planning.arithmetic.inventory import Parameter, itemsize
+from zayajax.planning.arithmetic.share import Share, share
+from zayajax.planning.arithmetic.traffic import muon_stack
 from zayajax.settings import Config
 
 

@@ -15,8 +15,8 @@ import jax
 from zayajax.layout import Layout
 from zayajax.machine import Machine
 from zayajax.mesh import is_param, places
-from zayajax.planning.memory import timeline
-from zayajax.planning.program import Line
+from zayajax.planning.traced.memory import timeline
+from zayajax.planning.traced.program import Line
 from zayajax.settings import Config
 
 # Of the HBM, what a step may take by this estimate. XLA for GPUs took 3 to 7 GB more in twelve

@@ -16,9 +16,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from zayajax.machine import Machine
-from zayajax.planning.memory import fused, is_view
-from zayajax.planning.program import Line, Op, Value, inside
-from zayajax.planning.trace import Collective, least
+from zayajax.planning.traced.memory import fused, is_view
+from zayajax.planning.traced.program import Line, Op, Value, inside
+from zayajax.planning.traced.trace import Collective, least
 
 WIRES = ("node", "network")
 

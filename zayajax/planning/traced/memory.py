@@ -9,8 +9,8 @@ still start an equation early or late, and packs with gaps: an estimate from bel
 
 from collections.abc import Collection, Sequence
 
-from zayajax.planning.program import Line, Op, Value, inside, line
-from zayajax.planning.trace import mesh_axes
+from zayajax.planning.traced.program import Line, Op, Value, inside, line
+from zayajax.planning.traced.trace import mesh_axes
 
 # Another name for the same bytes. Layout assignment makes transposes so, beside the products that
 # read them.

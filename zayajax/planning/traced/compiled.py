@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh
 from zayajax.errors import UserError
 from zayajax.layout import WORLD
 from zayajax.mesh import emulate
-from zayajax.planning.trace import Collective, base_name, components, span_of
+from zayajax.planning.traced.trace import Collective, base_name, components, span_of
 
 KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
 KINDS += "|ragged-all-to-all"

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from zayajax.layout import GPU, NODE
 from zayajax.machine import Machine
 from zayajax.optim import table
+from zayajax.planning.arithmetic.inventory import Parameter, itemsize
+from zayajax.planning.arithmetic.share import Share, share
 from zayajax.planning.fabric import seconds
-from zayajax.planning.inventory import Parameter, itemsize
-from zayajax.planning.share import Share, share
 from zayajax.settings import Config
 
 SPAN = {GPU: "node", NODE: "rail"}

@@ -6,9 +6,9 @@ Nothing here is fitted: the rates of `roofline.REACHED` come from single operati
 import dataclasses
 
 from zayajax.machine import H200, MI300X
-from zayajax.planning.candidates import Candidate, candidates, evaluate
-from zayajax.planning.experts import Degree, one_batch
-from zayajax.planning.inventory import parameters
+from zayajax.planning.arithmetic.candidates import Candidate, candidates, evaluate
+from zayajax.planning.arithmetic.experts import Degree, one_batch
+from zayajax.planning.arithmetic.inventory import parameters
 from zayajax.settings import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
 from zayajax.tables import Column, Table, duration
 

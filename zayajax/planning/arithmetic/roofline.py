@@ -12,9 +12,9 @@ import dataclasses
 
 from zayajax.machine import Machine, Sourced
 from zayajax.optim import muon, table
-from zayajax.planning.inventory import Parameter, itemsize
-from zayajax.planning.share import Share, dealt, keys_seen, share
-from zayajax.planning.traffic import muon_stack
+from zayajax.planning.arithmetic.inventory import Parameter, itemsize
+from zayajax.planning.arithmetic.share import Share, dealt, keys_seen, share
+from zayajax.planning.arithmetic.traffic import muon_stack
 from zayajax.settings import Config
 
 HERE = "measured on one H200, jax 0.11.2, November 2026"

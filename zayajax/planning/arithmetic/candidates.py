@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from zayajax.layout import LAYOUTS, TRAINED
 from zayajax.machine import Machine
 from zayajax.model.flops import train_flops_per_token
-from zayajax.planning.estimate import Memory, memory
-from zayajax.planning.footprint import fits
-from zayajax.planning.inventory import Parameter, parameters
-from zayajax.planning.roofline import Part, parts
-from zayajax.planning.share import share
-from zayajax.planning.traffic import Message, by_part, messages
+from zayajax.planning.arithmetic.estimate import Memory, memory
+from zayajax.planning.arithmetic.inventory import Parameter, parameters
+from zayajax.planning.arithmetic.roofline import Part, parts
+from zayajax.planning.arithmetic.share import share
+from zayajax.planning.arithmetic.traffic import Message, by_part, messages
+from zayajax.planning.traced.footprint import fits
 from zayajax.settings import Config, ConfigError
 
 # What the parts of a step are called together, in the order in which they are drawn.

@@ -13,13 +13,13 @@ import dataclasses
 
 from zayajax import exchange
 from zayajax.machine import Machine
-from zayajax.planning.candidates import Timing, timing
-from zayajax.planning.estimate import memory
-from zayajax.planning.footprint import USABLE, fits
-from zayajax.planning.inventory import Parameter, itemsize, parameters
-from zayajax.planning.roofline import parts
-from zayajax.planning.share import Share, share
-from zayajax.planning.traffic import Message, messages
+from zayajax.planning.arithmetic.candidates import Timing, timing
+from zayajax.planning.arithmetic.estimate import memory
+from zayajax.planning.arithmetic.inventory import Parameter, itemsize, parameters
+from zayajax.planning.arithmetic.roofline import parts
+from zayajax.planning.arithmetic.share import Share, share
+from zayajax.planning.arithmetic.traffic import Message, messages
+from zayajax.planning.traced.footprint import USABLE, fits
 from zayajax.settings import Config
 from zayajax.tables import Column, Table, duration, size
 

@@ -1,0 +1,1 @@
+"""What arithmetic says of a step, without tracing it: memory, messages, time, and comparisons."""

@@ -245,6 +245,8 @@ def _scaled(path, args, layout=None):
     """The config on the nodes that are asked for, with as many tokens a GPU as it says."""
     from zayajax.planning.scale import batch_at
 
+    if args.nodes is not None and args.nodes < 1:
+        raise UserError(f"--nodes: must be positive, and is {args.nodes}")
     as_it_is, given = configs.load(path), dict(args.overrides)
     for key, value in (("nodes", args.nodes), ("layout", layout)):
         if value is not None and given.setdefault(f"mesh.{key}", str(value)) != str(value):

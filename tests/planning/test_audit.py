@@ -126,8 +126,11 @@ def test_the_command_passes_what_is_right(command):
     ("words", "said"),
     [
         (["--mesh.gpus", "4"], "(4 - 1) x 64"),
-        (["--nodes", "2", "--mesh.nodes", "3"], "--nodes 2 and --mesh.nodes 3"),
-        (["--layout", "context", "--mesh.layout", "pretrain"], "--mesh.layout pretrain"),
+        (["--nodes", "2", "--mesh.nodes", "3"], "--nodes 2: --mesh.nodes is 3; leave one out"),
+        (
+            ["--layout", "context", "--mesh.layout", "pretrain"],
+            "--layout context: --mesh.layout is",
+        ),
     ],
 )
 def test_no_setting_of_the_mesh_is_ignored(words, said, tmp_path, capsys):

@@ -9,6 +9,7 @@ Shape letters: n GPUs of a group, K values of one GPU's part, N = n K.
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import re
 import time
@@ -19,6 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
+from rich.console import Console
+from rich.progress import track
 
 from zayajax.devices import arrange, seats
 from zayajax.errors import UserError
@@ -87,12 +90,11 @@ def measure(largest: str | int | None = None, nodes: int | None = None) -> Table
     if platform == "cpu" and jax.process_count() == 1:  # processes share no memory
         known = CPU
     found = list(_groups(devices, nodes))
-    rows = [
-        _row(known, op, group, bytes_, effort)
-        for op in OPS
-        for group in found
-        for bytes_ in _sizes(asked or effort.largest)
-    ]
+    todo = list(itertools.product(OPS, found, _sizes(asked or effort.largest)))
+    console = Console(stderr=True)
+    silent = not console.is_terminal or jax.process_index() > 0
+    todo = track(todo, "measuring", console=console, transient=True, disable=silent)
+    rows = [_row(known, op, group, bytes_, effort) for op, group, bytes_ in todo]
     return _table(rows, devices, found, effort, known)
 
 

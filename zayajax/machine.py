@@ -47,6 +47,7 @@ class Machine:
     gpus: int  # in a node
     point_to_point: bool  # a link to every other GPU of the node; else links to a switch
     peak_bf16: Sourced  # dense FLOP/s
+    peak_float32: Sourced  # of products of float32, as such
     reached_bf16: Sourced  # what large matrix products reach
     hbm: Sourced  # bytes
     hbm_bandwidth: Sourced
@@ -134,6 +135,7 @@ MI300X = Machine(
     gpus=8,
     point_to_point=True,
     peak_bf16=Sourced(1307e12, MI300_SHEET),
+    peak_float32=Sourced(163.4e12, MI300_SHEET),
     reached_bf16=Sourced(732e12, "arXiv 2511.17127: over 750 PFLOP/s on 1,024 GPUs"),
     hbm=Sourced(192e9, MI300_SHEET),
     hbm_bandwidth=Sourced(5.3e12, MI300_SHEET),
@@ -157,6 +159,7 @@ MI325X = _as(
     MI300X,
     "MI325X",
     peak_bf16=Sourced(1307e12, MI325_SHEET),
+    peak_float32=Sourced(163.4e12, MI325_SHEET),
     reached_bf16=Sourced(831e12, "AMD's ROCm blog on typical attained FLOPs, October 2026"),
     hbm=Sourced(256e9, MI325_SHEET),
     hbm_bandwidth=(bandwidth := Sourced(6e12, MI325_SHEET)),
@@ -180,6 +183,7 @@ MI350X = _as(
     MI300X,
     "MI350X",
     peak_bf16=(peak := Sourced(2307e12, MI350_SHEET)),
+    peak_float32=Sourced(144.2e12, MI350_SHEET),
     reached_bf16=_share(MI300X.reached_bf16, MI300X.peak_bf16, peak, "MI300X"),
     hbm=Sourced(288e9, MI350_SHEET),
     hbm_bandwidth=(bandwidth := Sourced(8e12, MI350_SHEET)),
@@ -199,6 +203,7 @@ MI355X = _as(
     MI350X,
     "MI355X",
     peak_bf16=(peak := Sourced(2517e12, MI355_SHEET)),
+    peak_float32=Sourced(157.3e12, MI355_SHEET),
     reached_bf16=_share(MI300X.reached_bf16, MI300X.peak_bf16, peak, "MI300X"),
     hbm=Sourced(288e9, MI355_SHEET),
     hbm_bandwidth=(bandwidth := Sourced(8e12, MI355_SHEET)),
@@ -220,6 +225,7 @@ H200 = Machine(
     gpus=8,
     point_to_point=False,
     peak_bf16=Sourced(989e12, H200_SHEET),
+    peak_float32=Sourced(67e12, H200_SHEET),
     reached_bf16=Sourced(790e12, "measured: the best product of 8192-cubes, November 2026"),
     hbm=Sourced(141e9, H200_SHEET),
     hbm_bandwidth=Sourced(4.8e12, H200_SHEET),
@@ -246,6 +252,7 @@ H100 = _as(
     H200,
     "H100",
     peak_bf16=Sourced(989e12, H100_SHEET),
+    peak_float32=Sourced(67e12, H100_SHEET),
     hbm=Sourced(80e9, H100_SHEET),
     hbm_bandwidth=Sourced(3.35e12, H100_SHEET),
     hbm_reached=Sourced(3.04e12, "arXiv 2511.17127"),
@@ -277,6 +284,7 @@ CPU = Machine(
     gpus=8,
     point_to_point=False,
     peak_bf16=Sourced(32e9, f"assumed: what is reached ({CORES})"),
+    peak_float32=Sourced(32e9, "assumed: as bfloat16"),
     reached_bf16=Sourced(32e9, f"a bfloat16 product of 2048-cubes, {CORES}"),
     hbm=Sourced(3e9, "an eighth of 24 GB"),
     hbm_bandwidth=Sourced(1e9, f"assumed: what is reached ({CORES})"),

@@ -34,16 +34,7 @@ REACHED = {
     # What a grouped kernel would reach, without the expansion; not what the package compiles to.
     "grouped": Sourced(344e12 / BEST, f"an untuned Pallas kernel, {HERE}"),
 }
-# The peak of float32 products with float32 inputs; the router's are such. Half of it is reached: an
-# assumption.
-FLOAT32 = {
-    "MI300X": Sourced(163.4e12, "AMD Instinct MI300X data sheet"),
-    "MI325X": Sourced(163.4e12, "AMD Instinct MI325X data sheet"),
-    "MI350X": Sourced(144.2e12, "AMD Instinct MI350X data sheet"),
-    "MI355X": Sourced(157.3e12, "AMD Instinct MI355X data sheet"),
-    "H100": Sourced(67e12, "NVIDIA H100 data sheet, SXM"),
-    "H200": Sourced(67e12, "NVIDIA H200 data sheet, SXM"),
-}
+# Of the peak of float32 products; the router's are such.
 REACHED_FLOAT32 = Sourced(0.5, "assumed")
 
 # How often a layer's forward arithmetic is done: once, and again in the backward pass where it was
@@ -68,9 +59,7 @@ class Part:
 def rate(machine: Machine, kind: str) -> float:
     """FLOP/s that a kind of product reaches on a machine."""
     if kind == "float32":
-        peak = FLOAT32.get(machine.name)
-        # An emulated CPU node has one rate for both.
-        return machine.reached_bf16 if peak is None else peak * REACHED_FLOAT32
+        return machine.peak_float32 * REACHED_FLOAT32
     return machine.reached_bf16 * REACHED[kind]
 
 

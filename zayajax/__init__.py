@@ -1,7 +1,8 @@
 """zayajax trains ZAYA-class mixture-of-experts language models in JAX on whole nodes of GPUs.
 
-`zayajax.train(config)` does what the command does; `zayajax.hf.load(path)` reads a model that
-transformers saved; `zayajax.load_config(path)` reads a config file.
+`zayajax.load_config(path)` reads a config file; `zayajax.train(config)`, `zayajax.audit(config)`
+and `zayajax.plan(config)` do what the commands do; `zayajax.hf.load(path)` reads a model that
+transformers saved.
 """
 
 import importlib
@@ -12,6 +13,9 @@ __version__ = "0.1.0"
 _HOME = {
     "train": ("zayajax.training.loop", "train"),
     "load_config": ("zayajax.config", "load"),
+    "audit": ("zayajax.planning.audit", "audit"),
+    "plan": ("zayajax.planning.plan", "plan"),
+    "at_scale": ("zayajax.planning.scale", "at_scale"),
     "UserError": ("zayajax.errors", "UserError"),
     "Decoder": ("zayajax.model.zaya", "Decoder"),
     "hf": ("zayajax.hf", None),

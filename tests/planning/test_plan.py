@@ -339,3 +339,11 @@ def test_the_config_s_own_way_is_beside_the_best():
     wide = dataclasses.replace(ZAYA1.mesh, nodes=1, layout="context-wide")
     train = dataclasses.replace(ZAYA1.train, batch=8)
     assert plan(dataclasses.replace(ZAYA1, mesh=wide, train=train), MI300X).own is None
+
+
+def test_from_python():
+    import zayajax
+
+    found = zayajax.plan(zayajax.at_scale(TINY, 2))
+    assert found.machine is MI300X and found.config.mesh.nodes == 2
+    assert zayajax.audit(TINY).ok

@@ -8,7 +8,7 @@ import dataclasses
 import html
 import textwrap
 
-from zayajax.machine import Machine
+from zayajax.machine import MI300X, Machine
 from zayajax.planning.arithmetic import attention, experts, machines, measured
 from zayajax.planning.arithmetic.candidates import Candidate, candidates
 from zayajax.planning.arithmetic.roofline import REACHED, REACHED_FLOAT32
@@ -136,7 +136,7 @@ NOTES = (
 )
 
 
-def plan(config: Config, machine: Machine) -> Plan:
+def plan(config: Config, machine: Machine = MI300X) -> Plan:
     """All ways to run `config`'s batch on its nodes of `machine`, and what decides among them.
 
     Raises UserError for a mesh whose nodes are not this machine's.

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from zayajax.config import load
-from zayajax.machine import named
-from zayajax.planning.audit import audit
+from zayajax.planning.audit import abstract_mesh, trace_step
+from zayajax.planning.traced.footprint import footprint
+from zayajax.training.step import layout_of
 
 COMPILED = json.loads((Path(__file__).parent / "compiled_for_gpu.json").read_text())["compiled"]
 
@@ -16,7 +17,11 @@ COMPILED = json.loads((Path(__file__).parent / "compiled_for_gpu.json").read_tex
     "row", COMPILED, ids=lambda row: ",".join(f"{k}={v}" for k, v in row["overrides"].items())
 )
 def test_memory(row):
-    found = audit(load("configs/zaya1_8b.toml", row["overrides"]), named("H200")).footprint
+    config = load("configs/zaya1_8b.toml", row["overrides"])
+    mesh = abstract_mesh(config)
+    step = trace_step(config, mesh)
+    layout = layout_of(config.mesh, mesh)
+    found = footprint(step.program.state, step.args[1:], config, mesh, layout, step.line)
     batch = 5 * 4 * 4 * 4096  # on each GPU, in all of them
     assert found["weights"] + found["moments"] + batch == pytest.approx(row["at_rest"], rel=1e-3)
     taken = row["at_rest"] + row["temporaries"]

@@ -25,9 +25,12 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from zayajax import exchange
 from zayajax.config import load
 from zayajax.layout import GPU, STORED, Layout
+from zayajax.machine import MI300X
 from zayajax.mesh import Place, emulate, gather, map_params
 from zayajax.model.cca import CCA
 from zayajax.model.experts import Experts
+from zayajax.planning.audit import OPS
+from zayajax.planning.fabric import carried
 from zayajax.planning.traced.trace import Collective, collectives
 from zayajax.settings import ModelConfig
 
@@ -36,14 +39,8 @@ PART = ("part",)
 NODE = 8
 GROUPS = (2, 4, 8)
 OPERATIONS = ("exchange", "weight gather", "experts, forward and backward")
-# Of 64 GB/s each way on a link of MI300X, what RCCL's own model of the fabric counts on (45-48
-# GB/s measured: AMD's ROCm blog on RCCL and xGMI, March 2025).
-LINK = 48e9
-# As if the same seven links ended in a switch: all of it, whatever the size of the group.
-SWITCH = (NODE - 1) * LINK
-# Of the traced bytes of a collective, in n-ths, what one link of a group of n carries in one
-# direction when each pair of GPUs talks directly. A reduction is a scatter and a gather.
-SHARE = {"all_to_all": 1, "all_gather": 1, "reduce_scatter": 1, "psum": 2, "pmax": 2}
+# What a link reaches of long messages; behind a switch, each of the seven.
+LINK = MI300X.inside.rate
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 SMALL = dict(heads=4, kv_heads=2, head_dim=8, experts=16, expert_hidden=8, router_hidden=8)
@@ -127,14 +124,17 @@ def cost(found: list[Collective], n: int) -> dict:
     """
     # The smallest capacity is the first branch: the one that runs when the routing is near even.
     found = [c for c in found if not any(c.branch)]
-    on_link = sum(SHARE[c.op] * c.bytes * c.times for c in found) / n
+    on_link, on_port = (
+        sum(carried(m, OPS[c.op], c.bytes, "partial", n) * c.times for c in found)
+        for m in (MI300X, MI300X.switched())
+    )
     return {
         "n": n,
         "message": sum(c.bytes * c.times for c in found),
         "on_link": on_link,
         "links": n - 1,
         "point_to_point": on_link / LINK,
-        "switch": on_link * (n - 1) / SWITCH,
+        "switch": on_port / LINK,
     }
 
 

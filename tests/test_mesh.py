@@ -9,20 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from batches import assert_close, random_model, small_model
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from zayajax import mesh as m
 from zayajax.errors import UserError
 from zayajax.layout import LOCAL, PRETRAIN, WORLD
-from zayajax.mesh import by_path, gather, global_norm, places, scatter
+from zayajax.mesh import abstract_mesh, by_path, gather, global_norm, places, scatter
 from zayajax.model.zaya import Decoder
 
 CFG = small_model(layers=2, attention_bias=True, head_bias=True, tied_head=False)
 MESHES = [(2, 4), (1, 8), (8, 1)]
-
-
-def abstract_mesh(nodes, gpus):
-    return AbstractMesh((nodes, gpus), WORLD, axis_types=(AxisType.Auto,) * 2)
 
 
 @cache

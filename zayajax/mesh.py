@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AxisType, Mesh, PartitionSpec as P
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec as P
 
 from zayajax.devices import arrange, seats
 from zayajax.errors import UserError
@@ -60,6 +60,11 @@ def make_mesh(nodes: int, gpus: int, host: str | None = None) -> Mesh:
     devices = jax.devices()
     array = arrange(devices, seats(devices, host), nodes, gpus)
     return Mesh(array, WORLD, axis_types=(AxisType.Auto,) * 2)
+
+
+def abstract_mesh(nodes: int, gpus: int) -> AbstractMesh:
+    """A mesh of that shape without devices: enough to trace what would run on it."""
+    return AbstractMesh((nodes, gpus), WORLD, axis_types=(AxisType.Auto,) * 2)
 
 
 def is_param(x) -> bool:

@@ -80,8 +80,8 @@ def test_a_higher_degree_holds_fewer_experts_and_feeds_each_more(script, rows):
 
 
 def test_a_collective_without_a_known_share_is_not_guessed(script):
-    odd = Collective("ppermute", "", "", "float32", 8, "part", 1, False)
-    with pytest.raises(KeyError, match="ppermute"):
+    odd = Collective("pgather", "", "", "float32", 8, "part", 1, False)
+    with pytest.raises(KeyError, match="pgather"):
         script.cost([odd], 2)
 
 
@@ -94,7 +94,7 @@ def test_the_command_prints_tables_or_json(script, capsys, monkeypatch):
     assert result["measured"] == [] and result["tokens"] == 16384
     assert [r["n"] for r in result["operations"]["exchange"]] == [2, 4, 8]
     shown = script.show(result)
-    assert "| exchange | 2 | 167.8 | 83.9 | 1 of 7 | 1.748 (4.00x) | 0.250 (0.57x) |" in shown
+    assert "| exchange | 2 | 167.8 | 83.9 | 1 of 7 | 1.836 (4.00x) | 0.262 (0.57x) |" in shown
     assert "Measured" not in shown
     timed = [{"operation": "exchange", "n": 2, "median": 0.002, "p10": 0.001, "p90": 0.003}]
     assert "| exchange | 2 | 2.000 | 1.000 | 3.000 |" in script.show(result | {"measured": timed})

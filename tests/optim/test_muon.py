@@ -11,11 +11,11 @@ import optax
 import pytest
 from batches import assert_close, normal, random_model, small_config, small_model
 from flax import nnx
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from optax.contrib import MuonDimensionNumbers
 
 from zayajax import config, optim
-from zayajax.mesh import WORLD, by_path, make_mesh, stored_axes, stored_specs
+from zayajax.mesh import abstract_mesh, by_path, make_mesh, stored_axes, stored_specs
 from zayajax.model.zaya import Decoder
 from zayajax.optim import muon, table
 from zayajax.optim.schedule import learning_rate
@@ -218,10 +218,6 @@ def test_momentum_is_a_fraction():
 
 
 # The released shape, from the traced program.
-
-
-def abstract_mesh(nodes, gpus):
-    return AbstractMesh((nodes, gpus), WORLD, axis_types=(AxisType.Auto,) * 2)
 
 
 @cache

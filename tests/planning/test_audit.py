@@ -277,7 +277,7 @@ def state_bytes(tree):
 def test_weights_and_moments_are_what_one_device_stores():
     got, cfg = found().footprint, config()
     state = audits.build(cfg).state
-    axes = meshes.stored_axes(state.params, audits.abstract_mesh(cfg))
+    axes = meshes.stored_axes(state.params, meshes.abstract_mesh(cfg.mesh.nodes, cfg.mesh.gpus))
     sizes = {"node": NODES, "gpu": GPUS}
     parts = {path: math.prod(sizes[a] for dim in dims for a in dim) for path, dims in axes.items()}
     params = meshes.by_path(state.params)

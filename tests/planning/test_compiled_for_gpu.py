@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from zayajax.config import load
-from zayajax.planning.audit import abstract_mesh, trace_step
+from zayajax.mesh import abstract_mesh
+from zayajax.planning.audit import trace_step
 from zayajax.planning.traced.footprint import footprint
 from zayajax.training.step import layout_of
 
@@ -18,7 +19,7 @@ COMPILED = json.loads((Path(__file__).parent / "compiled_for_gpu.json").read_tex
 )
 def test_memory(row):
     config = load("configs/zaya1_8b.toml", row["overrides"])
-    mesh = abstract_mesh(config)
+    mesh = abstract_mesh(config.mesh.nodes, config.mesh.gpus)
     step = trace_step(config, mesh)
     layout = layout_of(config.mesh, mesh)
     found = footprint(step.program.state, step.args[1:], config, mesh, layout, step.line)

@@ -5,9 +5,10 @@ from collections import Counter
 import pytest
 from plans import ODD, TINY, ZAYA1, changed
 
+from zayajax.mesh import abstract_mesh
 from zayajax.planning.arithmetic.inventory import parameters
 from zayajax.planning.arithmetic.traffic import messages
-from zayajax.planning.audit import OPS, abstract_mesh, trace_step
+from zayajax.planning.audit import OPS, trace_step
 from zayajax.planning.traced.trace import sent
 
 SCOPES = {"bucket": "exchange", "gather": "weights in", "scatter": "weights out"}
@@ -22,6 +23,9 @@ CASES = [
     (ZAYA1, {"nodes": 16, "layout": "context", "remat": "none", "attention": "ring"}),
     (ZAYA1, {"nodes": 4, "layout": "context-wide", "batch": 32}),
     (ZAYA1, {"nodes": 16, "layout": "context-wide", "batch": 32, "attention": "ring"}),
+    # Their gradients go home in several hops.
+    (ZAYA1, {"nodes": 2, "layout": "context-wide", "batch": 4, "attention": "ring"}),
+    (ZAYA1, {"nodes": 4, "layout": "context-wide", "batch": 8, "attention": "ring"}),
     (ODD, {"nodes": 3, "layout": "context-wide", "attention": "ring", "sequence": 3072}),
     (ODD, {"nodes": 5, "reduce_dtype": "bfloat16"}),
     (ODD, {"nodes": 2, "layout": "context", "matrices": "adamw", "zero": 3}),
@@ -33,7 +37,7 @@ CASES = [
 def test_messages_are_those_of_the_program(base, settings):
     config = changed(base, **settings)
     counts, sizes = Counter(), Counter()
-    for c in sent(trace_step(config, abstract_mesh(config)).line):
+    for c in sent(trace_step(config, abstract_mesh(config.mesh.nodes, config.mesh.gpus)).line):
         part = SCOPES.get(c.scope, c.scope)
         # A group of one GPU sends nothing; nor does a branch of the exchange that is not taken.
         if part in PARTS and c.group > 1 and c.even:

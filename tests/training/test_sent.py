@@ -5,10 +5,8 @@ from functools import cache
 import jax
 import pytest
 from batches import random_batch, small_config
-from jax.sharding import AbstractMesh, AxisType
 
-from zayajax.layout import WORLD
-from zayajax.mesh import by_path
+from zayajax.mesh import abstract_mesh, by_path
 from zayajax.planning.traced.trace import collectives, weights_in_loops
 from zayajax.training.step import build
 
@@ -33,7 +31,7 @@ WIDE = dict(
 @cache
 def sent(**changes):
     cfg = small_config(**WIDE | changes)
-    at = build(cfg, AbstractMesh((NODES, GPUS), WORLD, axis_types=(AxisType.Auto,) * 2))
+    at = build(cfg, abstract_mesh(NODES, GPUS))
     found = collectives(
         at.train_step, at.state, abstract_batch(cfg.train.batch, cfg.train.sequence)
     )

@@ -118,19 +118,23 @@ def _around(axes, station, carry):
 
 @jax.named_scope("ring")
 def _hop(x, axis, by: int = 1):
-    """To the rank `by` places on along a mesh axis; None is no hop.
-
-    In one ring of all ranks: where that many places make several smaller ones, one by one.
-    """
-    if axis is None or by == 0:
+    """To the rank `by` places on along a mesh axis; None is no hop."""
+    if axis is None:
         return x
     R = ranks((axis,))
-    if math.gcd(by, R) > 1:
-        back = by > R // 2
-        for _ in range(R - by if back else by):
-            x = _hop(x, axis, R - 1 if back else 1)
-        return x
-    return jax.lax.ppermute(x, axis, [(r, (r + by) % R) for r in range(R)])
+    for step in hops(by, R):
+        x = jax.lax.ppermute(x, axis, [(r, (r + step) % R) for r in range(R)])
+    return x
+
+
+def hops(by: int, R: int) -> list[int]:
+    """The places of each hop that together go `by` places on in one ring of all R ranks: where
+    that many at once would make several smaller rings, one by one, the shorter way round."""
+    if by == 0:
+        return []
+    if math.gcd(by, R) == 1:
+        return [by]
+    return [1] * by if by <= R // 2 else [R - 1] * (R - by)
 
 
 def _source(axes, hops):

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from functools import partial
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from matplotlib.figure import Figure
 
 from zayajax.errors import UserError
 from zayajax.layout import WORLD
 from zayajax.machine import MI300X, Machine
+from zayajax.mesh import abstract_mesh
 from zayajax.planning import fabric, presented
 from zayajax.planning.traced.compiled import emulated_mesh, offences
 from zayajax.planning.traced.footprint import fits, footprint
@@ -95,11 +96,6 @@ class Traced:
     line: Line
 
 
-def abstract_mesh(config: Config) -> AbstractMesh:
-    shape = (config.mesh.nodes, config.mesh.gpus)
-    return AbstractMesh(shape, WORLD, axis_types=(AxisType.Auto,) * 2)
-
-
 def trace_step(config: Config, mesh, step: str = "train") -> Traced:
     """Traces the step that a run calls. `mesh`: abstract, or of devices."""
     program = build(config, mesh)
@@ -150,7 +146,7 @@ def audit(
     machine.check(config.mesh.gpus)
     # Before anything else uses JAX.
     emulated = emulated_mesh(config.mesh.nodes, config.mesh.gpus) if compile else None
-    mesh = abstract_mesh(config)
+    mesh = abstract_mesh(config.mesh.nodes, config.mesh.gpus)
     found = trace_step(config, mesh, step)
     listed = [c for c in sent(found.line) if c.group > 1]  # a group of one sends nothing
     behind = hidden(found.line, listed, partial(modelled, machine), machine)

@@ -17,7 +17,7 @@ from zayajax.layout import LAYOUTS
 from zayajax.machine import Machine
 from zayajax.planning.arithmetic.inventory import itemsize
 from zayajax.planning.arithmetic.roofline import rate
-from zayajax.planning.arithmetic.traffic import SPAN
+from zayajax.planning.arithmetic.traffic import SPAN, levels
 from zayajax.planning.fabric import seconds
 from zayajax.settings import Config
 from zayajax.tables import Column, Table, duration, size
@@ -118,11 +118,7 @@ def _hidden(hops: list[float], block: float) -> float:
 
 def gather(machine: Machine, own: float, axes, mesh) -> float:
     """Seconds to bring the `own` bytes of every rank to each: a message an axis, the last first."""
-    total = 0.0
-    for axis in reversed(axes):
-        own *= mesh.ranks((axis,))
-        total += seconds(machine, "all_gather", own, SPAN[axis], mesh.ranks((axis,)))
-    return total
+    return sum(m.seconds(machine) for m in levels("kv", "all_gather", own, axes, mesh, 1))
 
 
 def tree(machine: Machine, H: int, K: int, axes, mesh) -> float:

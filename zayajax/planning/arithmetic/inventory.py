@@ -10,10 +10,9 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType
 
-from zayajax.layout import LAYOUTS, WORLD
-from zayajax.mesh import by_path, places, stored_axes
+from zayajax.layout import LAYOUTS
+from zayajax.mesh import abstract_mesh, by_path, places, stored_axes
 from zayajax.model.zaya import Decoder
 from zayajax.optim import table
 from zayajax.settings import Config, ModelConfig
@@ -59,9 +58,9 @@ def _abstract(model: ModelConfig):
 
 def parameters(config: Config) -> list[Parameter]:
     """Those of the model, on the mesh and in the layout and ZeRO stage that `config` names."""
-    params, sizes = _abstract(config.model), dict(node=config.mesh.nodes, gpu=config.mesh.gpus)
-    axis_types = (AxisType.Auto,) * 2
-    mesh = AbstractMesh(tuple(sizes[a] for a in WORLD), WORLD, axis_types=axis_types)
+    params = _abstract(config.model)
+    mesh = abstract_mesh(config.mesh.nodes, config.mesh.gpus)
+    sizes = dict(mesh.shape)
     at = by_path(places(params, mesh, LAYOUTS[config.mesh.layout], config.mesh.zero))
     stored, groups = stored_axes(params, mesh), table.groups(by_path(params))
     found = []

@@ -8,6 +8,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
+from zayajax.attention import ring
 from zayajax.layout import GPU, NODE
 from zayajax.machine import Machine
 from zayajax.optim import table
@@ -69,31 +70,31 @@ def _rows(config: Config, at: Share) -> Iterator[Message]:
     J = m.heads + m.kv_heads
     again = L * A * (1 if remat == "none" else 2)
     tails = at.rows * at.chunks * m.halo * (J * m.head_dim + m.kv_heads * m.head_dim // 2) * c
-    yield from _levels("halo", "all_gather", tails, at.spread, mesh, again)
+    yield from levels("halo", "all_gather", tails, at.spread, mesh, again)
     # Documents and places of all keys are the same in all layers.
     documents = at.rows * at.chunks * m.halo * 4
-    yield from _levels("halo", "all_gather", documents, at.spread, mesh, A)
-    yield from _levels("kv", "all_gather", 2 * 4 * at.tokens, at.spread, mesh, A)
-    yield from _levels("halo", "reduce_scatter", tails, at.spread, mesh, L * A)
+    yield from levels("halo", "all_gather", documents, at.spread, mesh, A)
+    yield from levels("kv", "all_gather", 2 * 4 * at.tokens, at.spread, mesh, A)
+    yield from levels("halo", "reduce_scatter", tails, at.spread, mesh, L * A)
     kv = at.tokens * 2 * m.kv_heads * m.head_dim * c
     if mesh.attention == "gather":
-        yield from _levels("kv", "all_gather", kv, at.spread, mesh, again)
-        yield from _levels("kv", "reduce_scatter", kv, at.spread, mesh, L * A)
+        yield from levels("kv", "all_gather", kv, at.spread, mesh, again)
+        yield from levels("kv", "reduce_scatter", kv, at.spread, mesh, L * A)
         return
     # Past every rank of the inner axis, one hop along the outer one, and so on. Forward (twice
     # where its result is not kept) keys and values; backward the same, and their gradients, which
     # then go home, if they are not there.
     inner, outer = (*(mesh.ranks((a,)) for a in at.spread), 1)[:2]
     forward = L * A * (2 if remat == "full" else 1)
-    hops = {at.spread[0]: (outer * (inner - 1), outer % inner > 0)}
+    turns = {at.spread[0]: (outer * (inner - 1), len(ring.hops(outer % inner, inner)))}
     if outer > 1:
-        hops[at.spread[1]] = outer - 1, True
-    for axis, (count, home) in hops.items():
+        turns[at.spread[1]] = outer - 1, 1
+    for axis, (count, home) in turns.items():
         times = (forward + 2 * L * A) * count + home * L * A
         yield Message("ring", "permute", kv, SPAN[axis], mesh.ranks((axis,)), times)
 
 
-def _levels(part, op, own, axes, mesh, times) -> Iterator[Message]:
+def levels(part, op, own, axes, mesh, times) -> Iterator[Message]:
     """One message a mesh axis, the last axis first, of what all GPUs along them have together."""
     for axis in reversed(axes):
         own *= mesh.ranks((axis,))
@@ -111,8 +112,8 @@ def _weights(config: Config, found: list[Parameter]) -> Iterator[Message]:
         # Inside the loop the backward pass gathers once more what it does not keep.
         gathers = times * (2 if p.in_layer and train.remat != "none" else 1)
         own, used = p.local / layers, p.bytes(train.compute_dtype)
-        yield from _levels("weights in", "all_gather", own * used, p.gathered, mesh, gathers)
-        yield from _levels("weights out", "reduce_scatter", own * reduced, p.gathered, mesh, times)
+        yield from levels("weights in", "all_gather", own * used, p.gathered, mesh, gathers)
+        yield from levels("weights out", "reduce_scatter", own * reduced, p.gathered, mesh, times)
         for axis in p.repeated:
             own_part = p.local if axis == NODE else p.whole
             key = axis, times, layers, p.stored_over

@@ -42,7 +42,7 @@ def small_config(**changes) -> Config:
     }
     for key, value in changes.items():
         section, name = key.split("__")
-        tree[section][name] = value
+        tree.setdefault(section, {})[name] = value
     return config.build(tree)
 
 

@@ -50,7 +50,7 @@ def tree(corpus: Path, **changes) -> dict:
     made = json.loads(json.dumps(TREE)) | {"data": {"corpus": str(corpus), "held_out": 0.2}}
     for key, value in changes.items():
         section, name = key.split("__")
-        made[section][name] = value
+        made.setdefault(section, {})[name] = value
     return made
 
 

@@ -30,7 +30,7 @@ def test_any_string_survives(text, tmp_path):
 
 
 def test_there_are_few_settings_and_each_is_described():
-    assert len(configs.keys()) < 65
+    assert len(configs.keys()) < 75
     for key in configs.keys():
         assert f"--{key} " in configs.describe()
 
@@ -63,7 +63,11 @@ MISTAKES = {
     "optim.warmup": ("9999", "must be in"),
     "optim.weight_decay": ("-1.0", "must not be negative"),
     "train.sequence": ("1", "must be at least 2"),
-    "checkpoint.keep": ("0", "must be positive"),
+    "checkpoint.every": ("0", "must be positive"),
+    "checkpoint.keep": ("-1", "must not be negative"),
+    "checkpoint.minutes": ("-1", "must not be negative"),
+    "faults.bad_steps": ("0", "must be positive"),
+    "faults.stall": ("-2", "must not be negative"),
 }
 
 

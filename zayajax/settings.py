@@ -240,11 +240,48 @@ class TrainConfig:
 class CheckpointConfig:
     """Where a run can go on from."""
 
-    every: int = setting(100, "steps between checkpoints; the last step always has one")
-    keep: int = setting(3, "newest checkpoints kept")
+    every: int = setting(100, "steps between permanent checkpoints; the last step always has one")
+    keep: int = setting(3, "newest permanent checkpoints kept; 0: all")
+    minutes: float = setting(
+        5.0, "between temporary checkpoints, of which the newest is kept; 0: none"
+    )
 
     def __post_init__(self):
-        _positive(self, "checkpoint", "every", "keep")
+        _positive(self, "checkpoint", "every")
+        for key in ("keep", "minutes"):
+            _require(getattr(self, key) >= 0, f"checkpoint.{key}", "must not be negative")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FaultsConfig:
+    """What a run does when something goes wrong."""
+
+    spike: float = setting(
+        0.0, "a loss this many standard deviations above the recent mean is a bad step; 0: none is"
+    )
+    bad_steps: int = setting(
+        10, "bad steps in a row after which the run goes back to its last checkpoint"
+    )
+    recheck_every: int = setting(
+        0, "steps between comparisons of a loss computed by two replicas; 0: never"
+    )
+    stall: float = setting(
+        60.0, "seconds that a step may take beyond ten times the recent median; 0: any time"
+    )
+    patience: float = setting(
+        1800.0, "seconds that anything else may take: start, compilation, evaluation, saving"
+    )
+    grace: float = setting(
+        300.0, "seconds after SIGTERM in which a checkpoint is saved, before the run is left"
+    )
+    deterministic: bool = setting(
+        False, "on a GPU, operations that repeat themselves bit for bit, at some cost in speed"
+    )
+
+    def __post_init__(self):
+        _positive(self, "faults", "bad_steps", "patience", "grace")
+        for key in ("spike", "recheck_every", "stall"):
+            _require(getattr(self, key) >= 0, f"faults.{key}", "must not be negative")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -257,6 +294,7 @@ class Config:
     train: TrainConfig
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    faults: FaultsConfig = dataclasses.field(default_factory=FaultsConfig)
 
     def __post_init__(self):
         gpus, layout = self.mesh.gpus, LAYOUTS[self.mesh.layout]

@@ -16,6 +16,7 @@ from zayajax.layout import LAYOUTS
 from zayajax.mesh import by_path, gather, make_mesh, places, stored_specs
 from zayajax.model import head
 from zayajax.sequence import shard_order
+from zayajax.training.guard import init_guard
 from zayajax.training.state import TrainState
 from zayajax.training.step import build
 
@@ -82,7 +83,7 @@ def put(batch, cfg, at):
 
 def first_state(cfg, at, params):
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), at.state.opt_state)
-    state = TrainState(jnp.zeros((), jnp.int32), params, zeros)
+    state = TrainState(jnp.zeros((), jnp.int32), params, zeros, init_guard())
     shardings = jax.tree.map(lambda x: x.sharding, at.state) if at.batch_sharding else None
     return jax.device_put(jax.tree.map(jnp.copy, state), shardings)  # the step takes it over
 

@@ -12,6 +12,7 @@ from flax import nnx
 
 from zayajax import optim
 from zayajax.mesh import by_path, make_mesh
+from zayajax.training.guard import init_guard
 from zayajax.training.state import TrainState
 from zayajax.training.step import build
 
@@ -52,7 +53,7 @@ def first_state(cfg, at):
     zeros = jax.tree.map(
         lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(tx.init, by_path(params))
     )
-    state = TrainState(jnp.zeros((), jnp.int32), params, zeros)
+    state = TrainState(jnp.zeros((), jnp.int32), params, zeros, init_guard())
     shardings = jax.tree.map(lambda x: x.sharding, at.state) if at.batch_sharding else None
     return jax.device_put(state, shardings)
 

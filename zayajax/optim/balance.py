@@ -6,14 +6,13 @@ Shape letters: L layers, E experts, C = E + 1 classes, the skip class last.
 import jax.numpy as jnp
 import optax
 
+from zayajax.optim.adam import scale_by_adam
 from zayajax.settings import OptimConfig
 
 
 def transform(cfg: OptimConfig) -> optax.GradientTransformation:
     """AdamW without decay on the excess of load. Rate and betas as in AMD's port of ZAYA1."""
-    return optax.chain(
-        optax.scale_by_adam(b1=0.9, b2=0.999), optax.scale_by_learning_rate(cfg.balance_rate)
-    )
+    return optax.chain(scale_by_adam(0.9, 0.999), optax.scale_by_learning_rate(cfg.balance_rate))
 
 
 def excess(counts_LC, with_skip: bool):

@@ -5,6 +5,7 @@ the parameters they belong to: `mesh.stored_specs` places both by the same table
 """
 
 from collections.abc import Mapping
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import optax
 
 from zayajax.mesh import by_path, is_param
 from zayajax.optim import balance, table
+from zayajax.optim.adam import scale_by_adam
 from zayajax.optim.muon import scale_by_muon
 from zayajax.optim.schedule import learning_rate
 from zayajax.settings import OptimConfig
@@ -31,8 +33,7 @@ def build(
         return optax.chain(*rule, decay, optax.scale_by_learning_rate(learning_rate(cfg)))
 
     def adamw(decay: float):
-        rule = descent(optax.scale_by_adam(cfg.beta1, cfg.beta2, cfg.eps), decay=decay)
-        return _store_as(cfg.state_dtype, rule)
+        return descent(scale_by_adam(cfg.beta1, cfg.beta2, cfg.eps, cfg.state_dtype), decay=decay)
 
     if cfg.matrices == "muon":
         muon = scale_by_muon(cfg.momentum, table.matrix, stored, cfg.state_dtype)
@@ -48,25 +49,14 @@ def build(
     return optax.partition(groups, table.groups)
 
 
-def apply(tx: optax.GradientTransformation, grads, opt_state, params):
-    """One update of a whole tree: (params, opt_state)."""
+def apply(tx: optax.GradientTransformation, grads, opt_state, params, skip=False):
+    """One update of a whole tree: (params, opt_state).
+
+    With `skip`, a boolean that may be traced, both come back bit for bit, whatever `grads` are: by
+    selects, since 0 * NaN is NaN. The learning rate's schedule goes on, as the data does.
+    """
     named = by_path(params)
-    updates, opt_state = tx.update(by_path(grads), opt_state, named)
-    leaves = optax.apply_updates(named, updates).values()
+    updates, opt_state = tx.update(by_path(grads), opt_state, named, skip=skip)
+    new = optax.apply_updates(named, updates)
+    leaves = jax.tree.map(partial(jnp.where, skip), named, new).values()
     return jax.tree.unflatten(jax.tree.structure(params, is_leaf=is_param), leaves), opt_state
-
-
-def _store_as(dtype: str, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The same rule in float32, with its moments at rest in `dtype`."""
-
-    def cast(state, to):
-        def one(x):  # step counts stay whole numbers
-            return x.astype(to) if jnp.issubdtype(x.dtype, jnp.floating) else x
-
-        return jax.tree.map(one, state)
-
-    def update(grads, state, params):
-        updates, state = tx.update(grads, cast(state, jnp.float32), params)
-        return updates, cast(state, dtype)
-
-    return optax.GradientTransformation(lambda params: cast(tx.init(params), dtype), update)

@@ -37,12 +37,13 @@ def scale_by_muon(
     stored: Mapping[str, tuple] | None = None,
     state_dtype="float32",
     dtype="bfloat16",
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Gradients {path: parameter} to orthogonal ones times 0.2 sqrt(max(rows, columns)), float32.
 
     A gradient enters and leaves as this device stores it. Matrices that a mesh axis splits travel
     over it once each way, in `dtype`; experts stay on their GPU. Matrices that it does not split
-    are worked on by all of its devices alike.
+    are worked on by all of its devices alike. `update` takes a boolean `skip`, with which momentum
+    and count stay as they are, bit for bit.
 
     Args:
       momentum: decay of the average of gradients, with Nesterov's step; 0: no state at all.
@@ -64,7 +65,7 @@ def scale_by_muon(
         }
         return MuonState(jnp.zeros((), jnp.int32), zeros)
 
-    def update(grads, state, params=None):
+    def update(grads, state, params=None, *, skip=False, **_):
         del params
         views, done = {}, dict(grads)
         for path, g in grads.items():
@@ -77,8 +78,8 @@ def scale_by_muon(
 
         new, step = {}, None
         if momentum:
-            count = optax.safe_increment(state.count)
-            step = partial(_nesterov, momentum, count.astype(jnp.float32))
+            count = jnp.where(skip, state.count, optax.safe_increment(state.count))
+            step = partial(_nesterov, momentum, count.astype(jnp.float32), skip)
         # Stacks of one shape travel and are worked on together.
         for (*_, axes), paths in itertools.groupby(sorted(views, key=shape), shape):
             paths = list(paths)
@@ -95,7 +96,7 @@ def scale_by_muon(
                 done[path] = g.replace(views[path].unstack(x_MRC, g.shape))
         return done, MuonState(count, new) if momentum else state
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _directions(stack: list, axes: tuple[str, ...]) -> list:
@@ -136,9 +137,10 @@ def _newton_schulz(x_MRC):
     return x.mT if tall else x
 
 
-def _nesterov(decay: float, count, average, g):
+def _nesterov(decay: float, count, skip, average, g):
     """The new average, and the direction of the step, both corrected for the start at zero."""
-    average = decay * average + (1 - decay) * g
+    # The direction from what is kept, too: to read the old average again would be to copy it.
+    average = jnp.where(skip, average, decay * average + (1 - decay) * g)
     weight, own = decay / (1 - decay ** (count + 1)), (1 - decay) / (1 - decay**count)
     return average, weight * average + own * g
 

@@ -25,8 +25,9 @@ from zayajax.planning.traced.program import Line, line
 from zayajax.planning.traced.trace import Collective, sent, weights_in_loops
 from zayajax.settings import Config
 from zayajax.tables import Table
-from zayajax.training.loop import PROMPT
-from zayajax.training.step import Program, build, layout_of
+from zayajax.training.feed import requests_shape
+from zayajax.training.run import PROMPT
+from zayajax.training.step import REQUESTS, Program, build, layout_of
 
 STEPS = ("train", "eval", "decode")
 # What JAX's collectives are on the fabric.
@@ -119,6 +120,8 @@ def arguments(config: Config, program: Program, mesh, step: str) -> tuple:
     dtypes = dict.fromkeys(("tokens", "targets", "segments", "positions"), "int32")
     dtypes |= {"weights": "float32"}
     batch = {k: jax.ShapeDtypeStruct(shape, d, sharding=at) for k, d in dtypes.items()}
+    if at is not None:
+        batch[REQUESTS] = jax.ShapeDtypeStruct(requests_shape(at), "int32", sharding=at)
     return (program.state if step == "train" else program.state.params), batch
 
 

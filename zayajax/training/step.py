@@ -34,7 +34,11 @@ from zayajax.model.zaya import Decoder
 from zayajax.optim import balance
 from zayajax.optim.schedule import learning_rate
 from zayajax.settings import Config, MeshConfig
+from zayajax.training import recheck
+from zayajax.training.guard import judge
 from zayajax.training.state import TrainState, init_state
+
+REQUESTS = "requests"
 
 
 class Program(NamedTuple):
@@ -44,6 +48,7 @@ class Program(NamedTuple):
     train_step: Callable  # (state, batch) -> (state, metrics); the state is donated
     eval_step: Callable  # (params, batch) -> sums: loss, weight, counts_LC, rooms_LC
     next_logits: Callable  # (params, tokens_BS, segments_BS, index_B) -> [B, V] float32
+    compare: Callable | None  # (params, batch) -> `recheck.pair_losses`; None without replicas
     state: TrainState  # abstract, with shardings: what a checkpoint is restored against
     batch_sharding: NamedSharding | None
 
@@ -88,6 +93,7 @@ def gradients(params: Decoder, batch, *, at: Setting):
     """Gradients of the mean loss of the global batch, stored as the parameters; and the sums."""
     cfg, A = at.config, at.config.train.micro_batches
     model, fetch = usable(params, at)
+    batch, requests = _split(batch)
 
     def micro_step(grads, micro_batch):
         loss = partial(loss_sums, fetch=fetch, batch=micro_batch, at=at)
@@ -98,26 +104,42 @@ def gradients(params: Decoder, batch, *, at: Setting):
     micro_batches = jax.tree.map(lambda x: x.reshape(A, -1, x.shape[-1]), batch)
     grads, sums = jax.lax.scan(micro_step, zeros, micro_batches)
 
-    with jax.named_scope("metrics"):
-        sums = total(jax.tree.map(lambda x: x.sum(0), sums), at.layout.tokens)
+    sums = jax.tree.map(lambda x: x.sum(0), sums)
+    sums = _everywhere(sums, requests, at)
     weight = _positive(sums["weight"])
     grads = scatter(grads, at.where, cfg.train.reduce_dtype)
     return jax.tree.map(lambda g: g / weight, grads), sums
 
 
 def train_step(state: TrainState, batch, *, at: Setting):
+    """One update, or none where the batch is bad (`guard.judge`); its metrics."""
     cfg = at.config
     grads, sums = gradients(state.params, batch, at=at)
-    norm = global_norm(grads, at.where)
+    norm, loss = global_norm(grads, at.where), sums["loss"] / _positive(sums["weight"])
+    bad, guard = judge(state.guard, loss, norm, sums["weight"], cfg.faults.spike)
     grads = jax.tree.map(lambda g: g * jnp.minimum(1, cfg.optim.clip / norm), grads)
     bias = grads.layers.router.balance_bias
     excess = balance.excess(sums["counts_LC"], cfg.optim.balance_skip)
     grads.layers.router.balance_bias = bias.replace(excess)
 
-    params, opt_state = optim.apply(at.tx, grads, state.opt_state, state.params)
-    metrics = sums | {"loss": sums["loss"] / _positive(sums["weight"]), "grad_norm": norm}
+    params, opt_state = optim.apply(at.tx, grads, state.opt_state, state.params, bad > 0)
+    metrics = sums | {"loss": loss, "grad_norm": norm, "bad": bad}
+    metrics |= {"bad_in_row": guard.bad_in_row, "skipped": guard.skipped}
     metrics["learning_rate"] = learning_rate(cfg.optim)(state.step)
-    return TrainState(state.step + 1, params, opt_state), metrics
+    return TrainState(state.step + 1, params, opt_state, guard), metrics
+
+
+def _split(batch) -> tuple[dict, dict]:
+    """The rows, and what processes ask of each other (`feed.Feed.put`), where there is anything."""
+    rows = {name: x for name, x in batch.items() if name != REQUESTS}
+    return rows, {REQUESTS: batch[REQUESTS].sum(0)} if REQUESTS in batch else {}
+
+
+def _everywhere(sums: dict, requests: dict, at: Setting) -> dict:
+    """Sums over all devices. Requests travel along with what a step sums anyway, so that all
+    processes learn of one at the same step."""
+    with jax.named_scope("metrics"):
+        return total(sums | requests, at.layout.tokens)
 
 
 def _positive(weight):
@@ -126,9 +148,16 @@ def _positive(weight):
 
 def eval_step(params: Decoder, batch, *, at: Setting):
     model, fetch = usable(params, at)
+    batch, requests = _split(batch)
     _, sums = loss_sums(model, fetch, batch, at)
-    with jax.named_scope("metrics"):
-        return total(sums, at.layout.tokens)
+    return _everywhere(sums, requests, at)
+
+
+def compare(params: Decoder, batch, *, at: Setting, axis: str):
+    """The losses that `recheck.find_suspects` takes, of a first row."""
+    model, fetch = usable(params, at)
+    rows, _ = _split(batch)
+    return recheck.pair_losses(lambda rows: loss_sums(model, fetch, rows, at)[0], rows, axis)
 
 
 def next_logits(params: Decoder, tokens_BS, segments_BS, index_B, *, at: Setting):
@@ -172,7 +201,8 @@ def build(config: Config, mesh: Mesh | None = None) -> Program:
     logits = exact(next_logits, by_prompt)
     if mesh is None:
         step = jax.jit(step, donate_argnums=0)
-        return Program(jax.jit(init), step, jax.jit(evaluate), jax.jit(logits), abstract, None)
+        rest = jax.jit(evaluate), jax.jit(logits), None, abstract, None
+        return Program(jax.jit(init), step, *rest)
 
     specs = stored_specs(abstract, mesh)
     rows, prompts, whole = P(layout.batch, layout.sequence), P(by_prompt.batch), P()
@@ -183,6 +213,8 @@ def build(config: Config, mesh: Mesh | None = None) -> Program:
         mapped = jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
         return jax.jit(mapped, in_shardings=at(in_specs), out_shardings=at(out_specs), **options)
 
+    axis = recheck.replica_axis(config.mesh)
+    pairs = axis and exact(partial(compare, axis=axis), layout)
     state = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, state_at
     )
@@ -192,6 +224,7 @@ def build(config: Config, mesh: Mesh | None = None) -> Program:
         train_step=on_mesh(step, (specs, rows), (specs, whole), donate_argnums=0),
         eval_step=on_mesh(evaluate, (specs.params, rows), whole),
         next_logits=on_mesh(logits, (specs.params, prompts, prompts, prompts), prompts),
+        compare=axis and on_mesh(pairs, (specs.params, rows), whole),
         state=state,
         batch_sharding=NamedSharding(mesh, rows),
     )

@@ -93,7 +93,7 @@ def memory(
 
 def _sums(config: Config, found: list[Parameter]) -> _Sums:
     train, optim, L = config.train, config.optim, config.model.layers
-    state, sums = itemsize(optim.state_dtype), _Sums(moments=4)  # a count of steps
+    state, sums = itemsize(optim.state_dtype), _Sums(moments=24)  # a count, the guard
     travels = itemsize(train.reduce_dtype)
     done, rounded = 0, []  # bytes as they travel, and as they are made
     for p in found:

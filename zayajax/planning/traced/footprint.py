@@ -109,7 +109,8 @@ def footprint(state, batch, config: Config, mesh, layout: Layout, program: Line)
     The kinds do not add up to `total`: the optimizer works when gathered copies and activations
     are gone. `total` is weights, moments and the batch, and the larger of `phases`.
     """
-    weights, moments = on_device(state.params), on_device((state.step, state.opt_state))
+    weights = on_device(state.params)
+    moments = on_device((state.step, state.opt_state, state.guard))
     use, most = usable(state.params, config, mesh, layout), peaks(program)
     gradients = 0
     if most.update:

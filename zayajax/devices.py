@@ -59,7 +59,7 @@ def seats(devices: Sequence[jax.Device], host: str | None = None) -> list[Seat]:
     # Alone, a rank is left over from a launcher that started something else.
     variable = "" if host or alone else next((v for v in LOCAL_RANKS if v in os.environ), "")
     rank = os.environ[variable][:32] if variable else None
-    identity = name if host else _machine_id() or name
+    identity = name if host else machine_id() or name
     seats = [Seat(identity, name, d.local_hardware_id, rank, variable) for d in mine]
     if alone:
         return seats
@@ -75,7 +75,7 @@ def seats(devices: Sequence[jax.Device], host: str | None = None) -> list[Seat]:
     return [Seat(**json.loads(bytes(row))) for row in np.asarray(everywhere.addressable_data(0))]
 
 
-def _machine_id() -> str | None:
+def machine_id() -> str | None:
     # The names of hosts need not differ ("localhost"), and containers of one host have several.
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

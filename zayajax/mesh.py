@@ -19,13 +19,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec as P
 
 from zayajax.devices import arrange, seats
 from zayajax.errors import UserError
+from zayajax.launch import flags
 from zayajax.layout import GPU, NODE, STORED, WORLD, Layout
-
-# Devices that share a few busy cores can keep each other waiting for longer than XLA's 40 s.
-PATIENCE = (
-    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120 "
-    "--xla_cpu_collective_call_terminate_timeout_seconds=600"
-)
 
 
 def emulate(devices: int) -> None:
@@ -45,8 +40,8 @@ def emulate(devices: int) -> None:
                 "other use of JAX"
             ) from None
         return
-    # Before the user's own flags: of a repeated one the last wins.
-    os.environ["XLA_FLAGS"] = f"{PATIENCE} {os.environ.get('XLA_FLAGS', '')}".strip()
+    if not flags.prepared(os.environ):
+        flags.prepare(os.environ, platform=flags.CPU)
 
 
 def make_mesh(nodes: int, gpus: int, host: str | None = None) -> Mesh:

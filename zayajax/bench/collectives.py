@@ -98,14 +98,14 @@ def measure(largest: str | int | None = None, nodes: int | None = None) -> Table
     return _table(rows, devices, found, effort, known)
 
 
-def parse_bytes(text: str | int) -> int:
+def parse_bytes(text: str | int, option: str = "--largest") -> int:
     """1048576, "1048576", "1MiB" or "1 MiB". Raises UserError where it is no size of a message."""
     match = re.fullmatch(r"\s*(\d+)\s*([KMG]IB)?\s*", str(text).upper())
     if not match:
-        raise UserError(f"--largest {text}: is no number of bytes such as 1048576 or 64MiB")
+        raise UserError(f"{option} {text}: is no number of bytes such as 1048576 or 64MiB")
     found = int(match[1]) * UNITS[match[2] or ""]
     if found < SMALLEST:
-        raise UserError(f"--largest {text}: the smallest message is {written(SMALLEST)}")
+        raise UserError(f"{option} {text}: the smallest is {written(SMALLEST)}")
     return found
 
 

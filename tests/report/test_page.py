@@ -12,6 +12,7 @@ from zayajax import config
 from zayajax.errors import UserError
 from zayajax.report.page import summary, write_report
 from zayajax.report.series import COLUMNS, LoadMap, Run
+from zayajax.training import ledger
 from zayajax.training.metrics import FILE, load_metrics, to_json
 
 CONFIG = config.build(
@@ -219,3 +220,19 @@ def test_mistakes_are_one_sentence(tmp_path):
     (tmp_path / FILE).write_text('hello\n{"step": 1, "kind": "eval", "loss": 1, "tokens": 1}\n')
     with pytest.raises(UserError, match=r"metrics\.jsonl, line 1"):
         write_report(tmp_path)
+
+
+def test_where_the_time_went_is_a_section_with_a_bar_for_each_kind(tmp_path):
+    write_run(tmp_path, [train_line(1), train_line(2)])
+    assert "Where the time went" not in write_report(tmp_path).read_text()
+    lines = [("attempt", 0, 0, 100), ("compile", 6, 0, 106), ("step", 2, 2, 108)]
+    text = "".join(
+        to_json({"attempt": 1, "what": w, "seconds": s, "step": n, "steps": n, "time": t}) + "\n"
+        for w, s, n, t in lines
+    )
+    (tmp_path / ledger.FILE).write_text(text)
+    page = write_report(tmp_path).read_text()
+    _, _, section = page.partition("Where the time went")
+    assert "Goodput 25.0 %" in section and "75.0 %" in section and "compile" in section
+    (tmp_path / ledger.FILE).write_text("not a ledger\n")
+    assert "1 line of goodput.jsonl could not be read" in write_report(tmp_path).read_text()

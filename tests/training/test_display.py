@@ -182,3 +182,20 @@ def test_durations():
         "2h05m",
         "4d07h",
     ]
+
+
+@pytest.mark.parametrize("console", [log_file, terminal])
+def test_bad_steps_and_going_back_are_said(console, clock):
+    console = console()
+    with Progress(100, console=console, clock=clock) as progress:
+        for step in range(1, 21):
+            clock.now += 1.0
+            bad = {"bad": "spike", "bad_in_row": step - 18, "skipped": step - 15}
+            progress.update(train_line(step, loss=float("nan"), **(bad if step > 18 else {})))
+        progress.rolled_back(10)
+        assert progress.step == 10 and progress.seconds_left() is None
+        clock.now += 1.0
+        progress.update(train_line(11))
+    text = console.file.getvalue()
+    assert "step 19: the loss, nan, is a spike" in text and "(2 in a row, 5 in all)" in text
+    assert "going back to step 10" in text

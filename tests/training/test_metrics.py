@@ -147,6 +147,20 @@ def test_tensorboard_is_purged_after_the_restored_step(tmp_path):
     assert [e.step for e in events if e.session_log.status == SessionLog.START] == [4]
 
 
+def test_a_full_disk_ends_tensorboard_and_not_the_run(tmp_path):
+    said = []
+    with MetricsLog(tmp_path, say=said.append) as log:
+        log._board._writer.write_event = _full
+        for step in range(1, 30):  # more than a queue of tensorboardX holds
+            log.write(train_line(step))
+    assert steps(tmp_path / FILE) == list(range(1, 30))
+    assert len(said) == 1 and "no more for TensorBoard" in said[0]
+
+
+def _full(event):
+    raise OSError(28, "No space left on device")
+
+
 @pytest.mark.parametrize(
     "torn", [b'{"step": 3, "ki', b'{"step"', b"\0\0\0\0", b'{"step": 3\n', b"3"]
 )
@@ -170,15 +184,21 @@ def test_a_whole_last_line_without_its_newline_is_kept(tmp_path):
 
 
 @pytest.mark.parametrize("foreign", ["hello", '{"loss": 1}', "[]", '{"step": 2, "kind": NaN}'])
-def test_a_foreign_line_in_the_middle_is_named_and_nothing_is_cut(tmp_path, foreign):
+def test_a_foreign_line_in_the_middle_is_named_and_set_aside_on_resume(tmp_path, foreign):
     path = tmp_path / FILE
-    text = "\n".join([to_json(train_line(1)), foreign, to_json(train_line(3)), ""])
+    text = "\n".join([to_json(train_line(1)), foreign, foreign, to_json(train_line(3)), ""])
     path.write_text(text)
     with pytest.raises(UserError, match=r"metrics\.jsonl, line 2: "):
         read_metrics(path)
-    with pytest.raises(UserError, match="line 2"):
-        MetricsLog(tmp_path, 1)
     assert path.read_text() == text
+    said = []
+    for step in (3, 4):  # once only
+        with MetricsLog(tmp_path, step, say=said.append) as log:
+            log.write(train_line(step + 1))
+    assert steps(path) == [1, 3, 4, 5]
+    (sentence,) = said
+    assert "line 2" in sentence and "1 other" in sentence and f"{FILE}.damaged" in sentence
+    assert (tmp_path / f"{FILE}.damaged").read_text() == f"{foreign}\n" * 2
 
 
 def test_a_new_run_does_not_touch_an_old_one(tmp_path):

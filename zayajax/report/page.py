@@ -15,16 +15,17 @@ import jinja2
 import numpy as np
 
 from zayajax.errors import UserError
+from zayajax.report.goodput import goodput
 from zayajax.report.plots import plots
 from zayajax.report.series import Run
-from zayajax.training import metrics
+from zayajax.training import ledger, metrics
 
 LOAD_BYTES = 150_000_000  # of metrics; of a larger file the heat map samples the lines
 SAMPLE_CHARS = 200_000
 
 
 def write_report(run_dir) -> Path:
-    """Writes `report.html` from `config.toml`, `metrics.jsonl` and `samples.txt`; returns its path.
+    """Writes `report.html` from a run's metrics, config, samples and ledger; returns its path.
 
     Only `metrics.jsonl` must be there, with at least one line; UserError otherwise.
     """
@@ -39,6 +40,7 @@ def write_report(run_dir) -> Path:
         raise UserError(f"{path}: has no line yet; ask again after the run's first step")
     config_text = _text(run_dir / "config.toml")
     config = _config(config_text)
+    spent = goodput(run_dir) if (run_dir / ledger.FILE).is_file() else None
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     page = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -47,7 +49,8 @@ def write_report(run_dir) -> Path:
         name=run_dir.resolve().name,
         summary=summary(run, config),
         warnings=warnings(run),
-        plots=plots(run, config),
+        plots=plots(run, config, spent),
+        goodput=spent,
         samples=_text(run_dir / "samples.txt")[:SAMPLE_CHARS],
         config=config_text,
     )

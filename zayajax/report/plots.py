@@ -14,17 +14,20 @@ from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
 
+from zayajax.report.goodput import Goodput
 from zayajax.report.series import SCALARS, Run
 
 POINTS = 800  # that a line is drawn with; longer series are averaged
 WIDE, NARROW = 8.7, 4.2  # inches, in the proportion of the page's columns: one size of letters
+
+WASTED = ("lost", "restart")  # kinds of time that a run without failures has none of
 
 # Placeholders in the drawing for CSS variables in the page (the palette there is Okabe and Ito's).
 INK, MUTED, GRID, MAIN, OTHER = "#111111", "#777777", "#dddddd", "#0072b2", "#d55e00"
 VARIABLES = {INK: "ink", MUTED: "muted", GRID: "grid", MAIN: "main", OTHER: "other"}
 
 
-def plots(run: Run, config: dict) -> dict[str, str]:
+def plots(run: Run, config: dict, found: Goodput | None = None) -> dict[str, str]:
     """The plots that the run has data for, as SVG; how to read them is said in the template."""
     known = {key for key in SCALARS if np.isfinite(run.train[key]).any()}
     figures = {}
@@ -45,6 +48,8 @@ def plots(run: Run, config: dict) -> dict[str, str]:
             figures[key] = series_plot(run.train, key, label, **options)
     if (mean := run.load.mean()) is not None:
         figures["expert_load"] = load_plot(*mean)
+    if found is not None and found.wall:
+        figures["goodput"] = goodput_plot(found)
     return {key: to_svg(figure, key.replace("_", " ")) for key, figure in figures.items()}
 
 
@@ -117,6 +122,21 @@ def series_plot(
             ax.set_ylim(0, 1.12 * top or 1)
     ax.set_ylabel(label)
     _steps_axis(ax)
+    return figure
+
+
+def goodput_plot(found: Goodput) -> Figure:
+    """A bar for each kind of time that there was, the longest on top."""
+    spent = sorted((s, what) for what, s in found.seconds.items() if s > 0)
+    figure, ax = _figure(WIDE, 0.6 + 0.28 * max(len(spent), 1))
+    share = [100 * s / found.wall for s, _ in spent]
+    colors = [MAIN if w == "step" else OTHER if w in WASTED else MUTED for _, w in spent]
+    bars = ax.barh([what for _, what in spent], share, color=colors, height=0.7)
+    ax.bar_label(bars, [f"{x:.1f} %" for x in share], padding=4, color=INK)
+    ax.set_xlim(0, 112)  # room for the label of a bar of 100 %
+    ax.set_xticks([0, 25, 50, 75, 100])
+    ax.set_xlabel("percent of all time")
+    ax.grid(False, axis="y")
     return figure
 
 

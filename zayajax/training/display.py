@@ -43,6 +43,7 @@ class Progress:
         self.steps, self.step, self.enabled = steps, start_step, enabled
         self._console, self._clock = console, clock
         self._train, self._eval = {}, {}
+        self._skipped = 0  # bad steps so far, as far as lines said
         self._recent = deque(maxlen=RECENT)  # (time, step), without the step that compiles
         self._started = clock()
         self._printed = -math.inf
@@ -69,8 +70,17 @@ class Progress:
         else:
             self._train, self.step = dict(line), line["step"]
             self._recent.append((self._clock(), self.step))
+        if line.get("bad"):
+            self._skipped = line["skipped"]
+            self.message(bad_step(line))
         if self.enabled and self._live is None:
             self._plain(line)
+
+    def rolled_back(self, step: int):
+        """The run goes on from a checkpoint that is older than the last line."""
+        self.message(f"step {self.step}: too many bad steps in a row; going back to step {step}")
+        self.step = step
+        self._recent.clear()
 
     def message(self, text: str):
         """Prints a line, above the panel where there is one."""
@@ -148,6 +158,8 @@ class Progress:
             body.add_column(ratio=ratio, style=None if ratio else "dim", no_wrap=True)
         body.add_row("loss", Text(_number(line, "loss"), style="bold"), "held-out", held_out)
         body.add_row("speed", speed, "step", f"{_number(line, 'step_seconds', '.3g')} s")
+        if self._skipped:
+            body.add_row("bad steps", f"{self._skipped} changed nothing", "", "")
         gradient, rate = _number(line, "grad_norm", ".3g"), _number(line, "learning_rate", ".2e")
         body.add_row("gradient", gradient, "rate", rate)
         load = f"max {_number(line, 'max_expert_load', '.2f')} x even"
@@ -157,6 +169,15 @@ class Progress:
             # The top of the scale is twice an expert's even share.
             body.add_row("load", Text(text, style="cyan"), "", f"layer {layer}, the least even")
         return _framed(Group(top, body))
+
+
+def bad_step(line: Mapping) -> str:
+    """What is said of a step that changed nothing (`guard.line`)."""
+    what = {"spike": "is a spike"}.get(line["bad"], "or its gradient is not finite")
+    return (
+        f"step {line['step']}: the loss, {_number(line, 'loss')}, {what}; nothing was changed "
+        f"({line['bad_in_row']} in a row, {line['skipped']} in all)"
+    )
 
 
 def _framed(body):

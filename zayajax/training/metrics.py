@@ -10,13 +10,14 @@ alone always means "unknown".
 import json
 import math
 import os
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from zayajax.errors import UserError
+from zayajax.training.board import Board
+from zayajax.training.lines import Lines, to_stderr
 
 FILE = "metrics.jsonl"
 NOT_FINITE = "not_finite"
@@ -32,6 +33,8 @@ TRAIN_KEYS = (
     "max_expert_load",
     "skip_fraction",
 )
+EVENTS = ("rollback", "recheck")
+KEYS = {"train": TRAIN_KEYS, "eval": LINE_KEYS} | dict.fromkeys(EVENTS, ("step",))
 
 
 def _among_experts(counts_LC):
@@ -114,11 +117,22 @@ class MetricsLog:
     """Appends lines to a run's `metrics.jsonl` and mirrors the scalars to `tensorboard/`.
 
     `resume_step` None starts a new run, and a folder that has one is a UserError. An int continues
-    it: lines after that step are cut off the file and hidden from TensorBoard, and a last line that
-    a kill tore is dropped. Only process 0 writes: the others pass `enabled=False`.
+    it: lines after that step are cut off the file and hidden from TensorBoard, so is its evaluation
+    where that is to come again (not `evaluated`), and a last line that a kill tore is dropped.
+    Lines elsewhere that cannot be read are no reason not to go on: they are moved to
+    `metrics.jsonl.damaged`, and `say` is told. Only process 0 writes: the others pass
+    `enabled=False`. A disk that is full does not stop the run: see `Lines`.
     """
 
-    def __init__(self, run_dir, resume_step: int | None = None, *, enabled: bool = True):
+    def __init__(
+        self,
+        run_dir,
+        resume_step: int | None = None,
+        *,
+        evaluated: bool = True,
+        enabled: bool = True,
+        say: Callable[[str], None] = to_stderr,
+    ):
         self._file = self._board = None
         if not enabled:
             return
@@ -126,39 +140,49 @@ class MetricsLog:
         run_dir.mkdir(parents=True, exist_ok=True)
         path = run_dir / FILE
         if path.exists() and resume_step is not None:
-            _cut(path, resume_step)
+            _cut(path, resume_step, say, again=("rollback",) if evaluated else ("rollback", "eval"))
         elif path.exists() and path.stat().st_size:
             raise UserError(f"{path}: the folder has a run in it; use --resume or --fresh")
-        self._file = path.open("a", encoding="utf-8")
+        self._path, self._say, self._file = path, say, Lines(path, say)
 
-        from tensorboardX import SummaryWriter  # half a second, which no other process needs
-
-        self._board = SummaryWriter(
-            str(run_dir / "tensorboard"),
-            purge_step=None if resume_step is None else resume_step + 1,
-            flush_secs=10,
-            # Its file names have whole seconds; a quick restart must not overwrite the first file.
-            filename_suffix=f".{time.time_ns()}",
+        purge = None if resume_step is None else resume_step + 1
+        folder = run_dir / "tensorboard"
+        self._board = Board(
+            folder,
+            purge,
+            lambda error: say(f"{folder}: no more for TensorBoard ({error.strerror}); going on"),
         )
 
     def write(self, line: Mapping):
-        """One line, on disk when this returns. A train line has TRAIN_KEYS and, as often as is
-        affordable, `expert_load`; an eval line has LINE_KEYS and anything else."""
+        """One line, on its way to disk when this returns. A train line has TRAIN_KEYS, as often as
+        is affordable `expert_load`, and of a bad step what `guard.line` says; an eval line has
+        LINE_KEYS and anything else; an event (EVENTS) its step and anything else."""
         if self._file is None:
             return
         kind = line.get("kind")
-        if kind not in ("train", "eval"):
-            raise ValueError(f"kind must be 'train' or 'eval', and is {kind!r}")
-        if missing := [k for k in (TRAIN_KEYS if kind == "train" else LINE_KEYS) if k not in line]:
+        if kind not in KEYS:
+            raise ValueError(f"kind must be one of {', '.join(KEYS)}, and is {kind!r}")
+        if missing := [key for key in KEYS[kind] if key not in line]:
             raise ValueError(f"a line of kind {kind!r} lacks {', '.join(missing)}")
         line = {key: _plain(value) for key, value in line.items()}
         self._file.write(to_json(line) + "\n")
-        self._file.flush()
         for key, value in line.items():
             # Not-a-number would make tensorboardX warn at every step from then on.
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if key != "step" and number and math.isfinite(value):
-                self._board.add_scalar(f"{kind}/{key}", value, line["step"])
+                self._board.add(f"{kind}/{key}", value, line["step"])
+
+    def sync(self):
+        """What was written outlives the machine from here on."""
+        if self._file is not None:
+            self._file.sync()
+
+    def cut(self, step: int):
+        """Takes back the lines after `step`. TensorBoard keeps both, and draws the later ones."""
+        if self._file is not None:
+            self._file.close()
+            _cut(self._path, step, self._say)
+            self._file = Lines(self._path, self._say)
 
     def close(self):
         if self._file is not None:
@@ -242,32 +266,49 @@ def _without_load(raw: bytes) -> bytes:
     return raw if min(start, end) < 0 else raw[:start] + b'"expert_load": null' + raw[end + 2 :]
 
 
-def _lines(path: Path, load_every: int = 1) -> Iterator[tuple[bytes, dict]]:
+def _lines(path: Path, load_every: int = 1, damaged: list | None = None) -> Iterator:
+    """(raw, line) of each; others, but for a torn last one, go to `damaged` as (number, raw), or
+    without it raise UserError."""
     torn = None
     with path.open("rb") as file:
         for number, raw in enumerate(file, 1):
             if not raw.strip():
                 continue
             if torn:
-                raise UserError(torn)
+                if damaged is None:
+                    raise UserError(
+                        f"{path}, line {torn[0]}: is not a line of metrics ({torn[2]}); "
+                        "repair it or take it out"
+                    )
+                damaged.append(torn[:2])
+                torn = None
+            raw = raw.rstrip(b"\r\n")
             try:
                 line = _parse(raw if number % load_every == 0 else _without_load(raw))
             except (ValueError, TypeError, AttributeError, KeyError) as error:
-                torn = (
-                    f"{path}, line {number}: is not a line of metrics ({error}); "
-                    "repair it or take it out"
-                )
+                torn = number, raw, error
                 continue
-            yield raw.rstrip(b"\r\n"), line
+            yield raw, line
 
 
-def _cut(path: Path, step: int):
-    """Keeps the lines up to `step`. A kill in the middle of this leaves the old file."""
-    part = path.with_name(path.name + ".part")
+def _cut(path: Path, step: int, say: Callable[[str], None], again: Sequence[str] = ()):
+    """Keeps the lines up to `step`, but for those of it whose kind will be written `again`. A kill
+    in the middle of this leaves the old file."""
+    part, aside = (path.with_name(path.name + end) for end in (".part", ".damaged"))
+    damaged: list[tuple[int, bytes]] = []
     with part.open("wb") as file:
-        for raw, line in _lines(path):
-            if line["step"] <= step:
+        for raw, line in _lines(path, damaged=damaged):
+            if line["step"] < step or (line["step"] == step and line["kind"] not in again):
                 file.write(raw + b"\n")
         file.flush()
         os.fsync(file.fileno())
+    if damaged:
+        with aside.open("ab") as file:
+            file.writelines(raw + b"\n" for _, raw in damaged)
+        n, first = len(damaged), damaged[0][0]
+        say(
+            f"{path}: line {first} is not a line of metrics"
+            + (f", nor {'is 1 other' if n == 2 else f'are {n - 1:,} others'}" if n > 1 else "")
+            + f"; moved to {aside.name}"
+        )
     os.replace(part, path)

@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 import runs
 
-from zayajax import checkpoint
+from zayajax import checkpoint, cli
 from zayajax.cli import main
 from zayajax.config import build, to_toml
+from zayajax.errors import Exit, NotMet, UserError
+from zayajax.launch.cluster import Cluster
+from zayajax.training import interrupts
 from zayajax.training.metrics import read_metrics
 
 
@@ -29,6 +32,8 @@ def zayajax(*words, file_limit: int | None = None):
     command = [sys.executable, "-m", "zayajax", *map(str, words)]
     if file_limit is not None:
         command = ["prlimit", f"--fsize={file_limit}", *command]
+        # Compiled programs are read, not written: one cut short would stay for the next runs.
+        environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1e9"}
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
@@ -126,3 +131,33 @@ def test_a_disk_that_is_full_already(corpus, tmp_path, monkeypatch, capsys):
     assert main(["train", str(config), "--run-dir", str(tmp_path / "run")]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "the disk is full" in error and "no earlier one" in error
+
+
+class JaxRuntimeError(RuntimeError):
+    """Called as JAX's."""
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "text"),
+    [
+        (UserError("wrong"), Exit.MISTAKE, "zayajax: process 1: wrong"),
+        (NotMet("late"), Exit.LOST, "zayajax: process 1: late"),
+        (OSError(28, "full", "a.txt"), Exit.MISTAKE, "zayajax: process 1: a.txt: full"),
+        (OSError(5, "broken"), 1, ""),
+        (JaxRuntimeError("UNKNOWN: Connection reset by peer"), Exit.LOST, ""),
+        (JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), 1, ""),
+    ],
+)
+def test_how_a_process_of_several_ends(error, status, text, monkeypatch):
+    """A supervisor starts again what may end otherwise, and names who failed first."""
+    left = []
+
+    def leave(status, text=""):
+        left.append((status, text))
+        raise SystemExit
+
+    monkeypatch.setattr(interrupts, "leave", leave)
+    monkeypatch.setenv("ZAYAJAX_ATTEMPT", "1")
+    with pytest.raises(SystemExit), cli._ends_together(Cluster("localhost:1", 2, 1)):
+        raise error
+    assert left == [(status, text)]

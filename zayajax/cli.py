@@ -1,16 +1,19 @@
 """The command line: sub-commands, each a few lines that call one function."""
 
 import argparse
+import contextlib
 import errno
 import json
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
 from zayajax import __version__, config as configs, machine as machines
-from zayajax.errors import UserError
+from zayajax.errors import Exit, NotMet, ReplicasDiffer, UserError
+from zayajax.launch import command
 from zayajax.layout import TRAINED
 
 # A full disk, a folder that may not be written: not our mistake, so no traceback.
@@ -31,10 +34,13 @@ def main(argv: list[str] | None = None) -> int:
     """Runs a command; 0 is success, 2 a user's mistake, said in one sentence on standard error."""
     argv = sys.argv[1:] if argv is None else argv
     try:
-        overrides = {}
+        overrides, words = {}, []
+        if argv[:1] == ["launch"] and "--" in argv:
+            at = argv.index("--")
+            argv, words = argv[:at], argv[at + 1 :]
         if argv[:1] and argv[0] in WITH_CONFIG:
             argv, overrides = _take_overrides(argv, WITH_CONFIG[argv[0]])
-        args = _parser().parse_args(argv, argparse.Namespace(overrides=overrides))
+        args = _parser().parse_args(argv, argparse.Namespace(overrides=overrides, words=words))
         status = args.run(args) or 0
         sys.stdout.flush()
         return status
@@ -49,6 +55,9 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print(f"zayajax: {error.filename or 'a file'}: {error.strerror}", file=sys.stderr)
         return 2
+    except ReplicasDiffer as error:
+        print(f"zayajax: {error}", file=sys.stderr)
+        return Exit.SUSPECT
     except KeyboardInterrupt:
         print("zayajax: interrupted", file=sys.stderr)
         return 130
@@ -70,7 +79,16 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--resume", action="store_true", help="go on with the run in that folder")
     train.add_argument("--fresh", action="store_true", help="delete the run in that folder first")
     train.add_argument("--init-from", type=Path, metavar="CKPT", help="start from these weights")
+    joining = train.add_argument_group("several processes", "by default what the launcher says")
+    joining.add_argument("--coordinator", metavar="HOST:PORT", help="on the host of process 0")
+    joining.add_argument("--processes", type=int, metavar="P", help="how many there are")
+    joining.add_argument("--process", type=int, metavar="I", help="which this is, from 0")
+    joining.add_argument(
+        "--join-timeout", type=float, default=300.0, metavar="S", help="seconds to meet in [300]"
+    )
     train.set_defaults(run=_train)
+
+    command.add(commands).set_defaults(run=_launch)
 
     generate = commands.add_parser("generate", help="continue a text")
     generate.add_argument("model", type=Path, help="a run, a checkpoint, or transformers' folder")
@@ -120,6 +138,21 @@ def _parser() -> argparse.ArgumentParser:
     collectives.add_argument("--largest", metavar="BYTES", help="of a message, such as 64MiB")
     collectives.add_argument("--json", action="store_true", help="for programs")
     collectives.set_defaults(run=_bench_collectives)
+    checkpoint = benches.add_parser("checkpoint", help="how long saving blocks a step, and writes")
+    checkpoint.add_argument("--bytes", default="2GiB", help="of the state [2GiB]")
+    checkpoint.add_argument(
+        "--folder", type=Path, default=Path(), help="on the disk to write to [the current one]"
+    )
+    checkpoint.add_argument("--json", action="store_true", help="for programs")
+    checkpoint.set_defaults(run=_bench_checkpoint)
+
+    doctor = commands.add_parser("doctor", help="what is wrong with this machine")
+    doctor.add_argument("--coordinator", metavar="HOST:PORT", help="of a run to come")
+    doctor.add_argument(
+        "--run-dir", type=Path, default=Path("runs"), help="of a run to come [runs]"
+    )
+    doctor.add_argument("--json", action="store_true", help="for programs")
+    doctor.set_defaults(run=_doctor)
 
     report = commands.add_parser("report", help="a run as one HTML page")
     report.add_argument("run_dir", type=Path)
@@ -161,15 +194,71 @@ def _take_overrides(argv: list[str], own: Sequence[str]) -> tuple[list[str], dic
 
 def _train(args):
     config = configs.load(args.config, args.overrides)
+    from zayajax.launch.cluster import find
     from zayajax.training.loop import train
 
-    train(
-        config,
-        args.run_dir or Path("runs") / args.config.stem,
-        resume=args.resume,
-        fresh=args.fresh,
-        init_from=args.init_from,
-    )
+    joining = args.coordinator, args.processes, args.process
+    cluster = find(os.environ, *joining, timeout=args.join_timeout)
+    with _ends_together(cluster):
+        result = train(
+            config,
+            _run_dir(args),
+            resume=args.resume,
+            fresh=args.fresh,
+            init_from=args.init_from,
+            cluster=cluster,
+            command=True,
+        )
+    return result.stopped
+
+
+@contextlib.contextmanager
+def _ends_together(cluster):
+    """Where a process of several fails, it leaves at once: JAX's own exit waits for the others,
+    who may be gone, for more than a minute."""
+    from zayajax.launch.supervisor import ATTEMPTED
+    from zayajax.training.interrupts import leave
+
+    try:
+        yield
+    except BaseException as error:
+        if cluster is None:
+            raise
+        if isinstance(error, UserError):
+            # On another start of all they may meet: not a mistake that stays one.
+            lost = isinstance(error, NotMet) and ATTEMPTED in os.environ
+            status = Exit.LOST if lost else Exit.MISTAKE
+            leave(status, f"zayajax: process {cluster.process}: {error}")
+        if isinstance(error, OSError) and error.errno in OF_THE_MACHINE:
+            what = f"{error.filename or 'a file'}: {error.strerror}"
+            leave(Exit.MISTAKE, f"zayajax: process {cluster.process}: {what}")
+        if isinstance(error, ReplicasDiffer):
+            leave(Exit.SUSPECT, f"zayajax: {error}")
+        traceback.print_exc()
+        lost = type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError")
+        lost = lost and "RESOURCE_EXHAUSTED" not in str(error)  # memory: this process's own
+        leave(Exit.LOST if lost else 1)
+
+
+def _run_dir(train) -> Path:
+    return train.run_dir or Path("runs") / train.config.stem
+
+
+def _launch(args):
+    train, config = _launched(args.words)
+    return command.launch(args, _run_dir(train), config, train.join_timeout)
+
+
+def _launched(words: list[str]):
+    """The arguments of the `train` to launch, and its config: its mistakes are said at once."""
+    if words[:1] != ["train"]:
+        raise UserError("launch: name what to run, as in: zayajax launch -- train CONFIG")
+    left, overrides = _take_overrides(words, WITH_CONFIG["train"])
+    train = _parser().parse_args(left)
+    for name in ("coordinator", "processes", "process"):
+        if getattr(train, name) is not None:
+            raise UserError(f"--{name} after --: launch sets it; leave it out there")
+    return train, configs.load(train.config, overrides)
 
 
 def _generate(args):
@@ -215,6 +304,14 @@ def _report(args):
     from zayajax.report import write_report
 
     print(write_report(args.run_dir))
+
+
+def _doctor(args):
+    from zayajax.launch.doctor import diagnose
+
+    found = diagnose(coordinator=args.coordinator, runs=args.run_dir)
+    print(json.dumps(list(found.rows), indent=1) if args.json else found)
+    return 0 if found.ok else 1
 
 
 def _audit(args):
@@ -265,4 +362,11 @@ def _bench_collectives(args):
     from zayajax.bench import collectives
 
     found = collectives.measure(args.largest)
+    print(json.dumps(list(found.rows), indent=1) if args.json else found)
+
+
+def _bench_checkpoint(args):
+    from zayajax.bench import checkpoint
+
+    found = checkpoint.measure(args.bytes, args.folder)
     print(json.dumps(list(found.rows), indent=1) if args.json else found)

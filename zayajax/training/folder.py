@@ -1,17 +1,24 @@
 """The folder of a run: what may be there before it starts, and what it is cleared of."""
 
+import contextlib
+import errno
+import fcntl
+import os
+import platform
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from zayajax.checkpoint import FOLDER as CHECKPOINTS
 from zayajax.config import to_toml
 from zayajax.errors import UserError
 from zayajax.settings import Config
-from zayajax.training import metrics
+from zayajax.training import heartbeats, ledger, metrics
 
 CONFIG, SAMPLES, REPORT, DATA = "config.toml", "samples.txt", "report.html", "data"
 # All that a run writes; `clear` removes these and nothing else. The tokenised text stays.
-OWN = (CONFIG, metrics.FILE, SAMPLES, REPORT, CHECKPOINTS, "tensorboard")
+OWN = (CONFIG, metrics.FILE, SAMPLES, REPORT, CHECKPOINTS, "tensorboard", ledger.FILE)
+LOCK = ".lock"
 MARK = "# Every setting of this run, written by zayajax.\n"
 
 
@@ -26,8 +33,6 @@ def check(folder: Path, *, resume: bool, fresh: bool, init_from: Path | None = N
     """UserError where the folder cannot take this run. Changes nothing but to make the folder."""
     if resume and fresh:
         raise UserError("--resume and --fresh contradict each other; name one")
-    if resume and init_from:
-        raise UserError("--init-from starts a new phase; it does not go with --resume")
     if init_from and not init_from.exists():
         raise UserError(f"{init_from}: there is nothing to start from (--init-from)")
     if folder.exists() and not folder.is_dir():
@@ -47,6 +52,39 @@ def check(folder: Path, *, resume: bool, fresh: bool, init_from: Path | None = N
         raise UserError(f"{folder}: cannot be made ({error.strerror})") from None
 
 
+@contextlib.contextmanager
+def taken(folder: Path) -> Iterator[None]:
+    """Inside, no other run writes to the folder: a second one is a UserError that names the first.
+
+    The system gives the lock back with the process, however that ends. It needs a file system that
+    has locks; on one that has none, nobody is kept out.
+    """
+    with (folder / LOCK).open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            who = file.read().strip() or "unknown"
+            raise UserError(
+                f"{folder}: another run is writing there ({who}); stop it, or name another folder "
+                "with --run-dir"
+            ) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                raise
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()}\n")
+        file.flush()
+        yield
+
+
+def discard(folder: Path, *, made: bool) -> None:
+    """Takes away a folder that this run has made, if it came to nothing."""
+    nothing = {LOCK, heartbeats.FOLDER, ledger.FILE}
+    if made and folder.is_dir() and {path.name for path in folder.iterdir()} <= nothing:
+        shutil.rmtree(folder)
+
+
 def clear(folder: Path) -> None:
     """Deletes the run in a folder, if there is one."""
     if not has_run(folder):
@@ -60,4 +98,7 @@ def clear(folder: Path) -> None:
 
 
 def write_config(folder: Path, config: Config) -> None:
-    (folder / CONFIG).write_text(MARK + to_toml(config))
+    """Whole or not at all: of a run whose disk was full it is what `--resume` looks at."""
+    new = folder / f".{CONFIG}.new"
+    new.write_text(MARK + to_toml(config))
+    new.replace(folder / CONFIG)

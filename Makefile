@@ -1,5 +1,6 @@
 # make demo    makes the environment and trains configs/tiny.toml on this machine
 # make test    makes the environment and passes all tests
+# make faults  kills, stops and starves real runs, for about an hour
 # make parity  compares with transformers itself (installs torch)
 # make smoke   a few tests on Python 3.12 with the newest jax, where there is a python3.12
 # make lint    style and formatting
@@ -11,14 +12,19 @@ NEXT ?= .venv-next
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test parity smoke lint clean
+.PHONY: demo test faults parity smoke lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.base
 	$(BIN)/zayajax train configs/tiny.toml --run-dir runs/demo --fresh
 
+# Two workers: much of the suite waits for processes or compiles on one core. A file's tests share
+# what they compile, and stay together.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+faults: $(VENV)/.dev
+	$(BIN)/python -m pytest -m faults
 
 parity: $(VENV)/.parity
 	$(BIN)/python -m pytest -m parity tests/parity

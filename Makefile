@@ -1,6 +1,6 @@
 # make demo    makes the environment and trains configs/tiny.toml on this machine
 # make test    makes the environment and passes all tests
-# make faults  kills, stops and starves real runs, for about an hour
+# make faults  kills, stops and starves real runs, for an hour and more
 # make parity  compares with transformers itself (installs torch)
 # make smoke   a few tests on Python 3.12 with the newest jax, where there is a python3.12
 # make lint    style and formatting

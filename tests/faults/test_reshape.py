@@ -53,7 +53,6 @@ def test_the_run_goes_on_with_the_same_losses(way, folder, want, tmp_path, outco
     run_dir = tmp_path / "run"
     with run(folder, run_dir, way, SAVED) as first:
         assert first.wait() == 0, first.text()[-3000:]
-    saved = processes.arrays(run_dir)
     rng = random.Random(str(way))
     other = rng.choice([w for w in WAYS if w != way])
     copy = shutil.copytree(run_dir, tmp_path / "copy")
@@ -65,5 +64,4 @@ def test_the_run_goes_on_with_the_same_losses(way, folder, want, tmp_path, outco
     for step, line in got.items():
         np.testing.assert_allclose(line["loss"], want[step]["loss"], rtol=1e-5)
         assert line["tokens"] == want[step]["tokens"]
-    assert processes.arrays(copy).keys() == saved.keys()
     outcome("another mesh and number of processes", "the same losses for ten steps, to 1e-5")

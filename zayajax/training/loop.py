@@ -85,8 +85,8 @@ def train(
             # for them as it was first started.
             resume, fresh = distributed.as_first((resume, fresh), timeout=cluster.timeout)
         stack.callback(folder.discard, run_dir, made=not run_dir.exists())
-        words = dict(resume=resume, fresh=fresh, init_from=init_from)
-        distributed.together(lambda: folder.check(run_dir, **words), "check the folder")
+        asked = dict(resume=resume, fresh=fresh, init_from=init_from)
+        distributed.together(lambda: folder.check(run_dir, **asked), "check the folder")
         distributed.together(lambda: stack.enter_context(folder.taken(run_dir)), "take the folder")
         _see(run_dir)
         keeper = stack.enter_context(
@@ -115,8 +115,8 @@ def train(
             saved = stack.enter_context(
                 checkpoint.Checkpoints(run_dir, config.checkpoint.keep, config.faults.patience)
             )
-            for text_ in (_settings(chosen), *_differences(changes)):
-                say(text_, show)
+            for line in (_settings(chosen), *_differences(changes)):
+                say(line, show)
             run = Run(config, run_dir, program, words, text, saved, keeper, show)
             run.start(resume, params)
         run.steps()
